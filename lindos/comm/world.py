@@ -1,0 +1,312 @@
+"""World: this process among the others. Collectives by axis name, agreed errors, small exchanges through the store."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import socket
+import time
+import zlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lindos.comm import record
+from lindos.comm.groups import Group
+from lindos.comm.mailbox import Box, Gone, Mailboxes, Mismatch, others_memory, own_memory
+from lindos.comm.verdict import Step, Watch
+from lindos.core.errors import LindosError, RankError
+from lindos.core.mesh import Axes, Mesh
+
+TRANSPORTS = ("memory", "gloo", "nccl", "threads", "fake")
+
+
+@dataclass
+class Link:
+    """What a process has once: its rank, the store, its mailboxes and process groups, the watch."""
+
+    rank: int
+    size: int
+    store: Any
+    transport: str
+    device: torch.device
+    limit_seconds: float
+    seed: int = 0
+    watch: Watch = field(init=False)
+    groups: dict[tuple[int, ...], Any] = field(default_factory=dict)
+    numbers: dict[tuple[int, ...], int] = field(default_factory=dict)
+    rounds: int = 0
+    shared: dict[Any, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.watch = Watch(self.store, self.rank, self.size, self.limit_seconds)
+
+
+class World:
+    """A link seen through a mesh. Many worlds may share one link: two models in one process do not meet.
+
+    Attributes:
+        mesh: the axes, with this process's rank.
+        device: where tensors of this rank live.
+        seed: the launch seed.
+    """
+
+    def __init__(self, link: Link, mesh: Mesh) -> None:
+        self.link, self.mesh = link, mesh.at(link.rank)
+        self.rank, self.size, self.device, self.seed = link.rank, link.size, link.device, link.seed
+        self._axes: dict[Axes, tuple[tuple[str, ...], tuple[int, ...], Any]] = {}
+        self._signatures: dict[tuple, int] = {}
+
+    def on(self, mesh: Mesh) -> World:
+        """This process on another mesh of the same size."""
+        return World(self.link, mesh)
+
+    # --- collectives: every one is named, counted, timed and recorded ---------------------------------------------
+
+    def all_reduce(self, x: torch.Tensor, axes: Axes, name: str, op: str = "sum") -> torch.Tensor:
+        """Sum (or "max") of x over axes, in place where x is contiguous; bit-equal on all ranks of the group.
+
+        Communicates: all_reduce of x over axes, 2 (n-1)/n of its elements a rank.
+        """
+        x = x.contiguous()
+        self._call("all_reduce", x, axes, name, x.numel(), lambda group, sign: group.all_reduce(x, sign, op))
+        return x
+
+    def all_gather(self, x: torch.Tensor, axes: Axes, dim: int, name: str) -> torch.Tensor:
+        """The parts of all ranks of the group joined along dim, contiguous.
+
+        Communicates: all_gather over axes, (n-1)/n of the joined elements a rank.
+        """
+        n = self.mesh.size(axes)
+        if n == 1:
+            return x
+        x, dim = x.contiguous(), dim % x.dim()
+        rows = x.new_empty((n, x.numel()))
+        self._call("all_gather", x, axes, name, n * x.numel(), lambda g, sign: g.all_gather(rows, x.view(-1), sign))
+        parts = rows.view(n, *x.shape)
+        return parts.flatten(0, 1) if dim == 0 else torch.cat(parts.unbind(0), dim)
+
+    def reduce_scatter(self, x: torch.Tensor, axes: Axes, dim: int, name: str) -> torch.Tensor:
+        """This rank's even part along dim of the sum of x over the group, contiguous.
+
+        Communicates: reduce_scatter over axes, (n-1)/n of x's elements a rank.
+        """
+        n = self.mesh.size(axes)
+        if n == 1:
+            return x
+        parts = torch.stack(x.chunk(n, dim))
+        out = torch.empty_like(parts[0])
+        rows = parts.view(n, -1)
+        self._call("reduce_scatter", x, axes, name, x.numel(), lambda g, s: g.reduce_scatter(out.view(-1), rows, s))
+        return out
+
+    def all_to_all(self, x: torch.Tensor, axes: Axes, name: str) -> torch.Tensor:
+        """Row i of the result is what rank i of the group had in its row for this one; x [n, ...].
+
+        Communicates: all_to_all over axes, (n-1)/n of x's elements a rank.
+        """
+        if self.mesh.size(axes) == 1:
+            return x
+        rows = x.contiguous().view(x.shape[0], -1)
+        out = torch.empty_like(rows)
+        self._call("all_to_all", x, axes, name, x.numel(), lambda g, sign: g.all_to_all(out, rows, sign))
+        return out.view(x.shape)
+
+    def broadcast(self, x: torch.Tensor, axes: Axes, source: int, name: str) -> torch.Tensor:
+        """x of the rank at index `source` of the group, in place.
+
+        Communicates: broadcast over axes, all elements of x a rank.
+        """
+        x = x.contiguous()
+        self._call("broadcast", x, axes, name, x.numel(), lambda group, sign: group.broadcast(x, source, sign))
+        return x
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        """The axes that make up the whole world."""
+        return tuple(axis.name for axis in self.mesh.base)
+
+    def _call(self, op: str, x: torch.Tensor, axes: Axes, name: str, elements: int, run: Any) -> None:
+        names, ranks, group = self._group(axes)
+        if len(ranks) == 1:
+            return
+        link = self.link
+        number = link.numbers[ranks] = link.numbers.get(ranks, 0) + 1
+        key = (op, names, name, x.shape, x.dtype)
+        sign = self._signatures.get(key)
+        if sign is None:
+            sign = self._signatures[key] = zlib.crc32(repr(key).encode())
+        if record.recording():
+            record.note(record.Call(op, names, name, elements, x.dtype, len(ranks)))
+        step = Step(number, op, names, name, tuple(x.shape), x.dtype)
+        watch = link.watch
+        watch.enter(step)
+        try:
+            run(group, sign + (number << 32))
+        except Mismatch as error:
+            watch.fail(f"{step.text()}: rank {ranks[error.index]} makes a different call")
+        except Gone as error:
+            watch.fail(f"{step.text()} cannot complete", f"Rank {ranks[error.index]} is dead: its process has ended.")
+        except LindosError:
+            raise
+        except RuntimeError as error:
+            watch.fail(f"{step.text()} failed: {error}")
+        watch.leave()
+
+    def _group(self, axes: Axes) -> tuple[tuple[str, ...], tuple[int, ...], Any]:
+        found = self._axes.get(axes)
+        if found is None:
+            names = (axes,) if isinstance(axes, str) else tuple(axes)
+            ranks = self.mesh.group(names)
+            found = self._axes[axes] = (names, ranks, self._made(names, ranks))
+        return found
+
+    def _made(self, names: tuple[str, ...], ranks: tuple[int, ...]) -> Any:
+        """The group's transport; process groups of torch are made by all ranks in the same order, so all at once."""
+        groups = self.link.groups
+        if len(ranks) == 1:
+            return None
+        if self.link.transport in ("gloo", "nccl"):
+            for other in self.mesh.groups(names):
+                if other not in groups:
+                    made = dist.new_group(other)
+                    if self.rank in other:
+                        groups[other] = Group(made, other, other.index(self.rank), self.link.watch.check)
+                    else:
+                        groups[other] = None
+        elif ranks not in groups:
+            groups[ranks] = _MADE[self.link.transport](self.link, ranks)
+        return groups[ranks]
+
+    # --- small exchanges through the store --------------------------------------------------------------------------
+
+    def exchange(self, value: Any, name: str) -> list[Any]:
+        """A small JSON value of every rank, in rank order, through the store.
+
+        Raises:
+            RankError: a rank did not arrive within the limit.
+        """
+        if self.size == 1 or self.link.transport == "fake":
+            return [value] * (self.size if self.link.transport == "fake" else 1)
+        link, watch = self.link, self.link.watch
+        link.rounds += 1
+        head = f"exchange/{link.rounds}"
+        watch.enter(Step(link.rounds, "exchange", ("world",), name, (), "json"))
+        link.store.set(f"{head}/{self.rank}", json.dumps([name, value]))
+        keys = [f"{head}/{rank}" for rank in range(self.size)]
+        started, pause = time.monotonic(), 0.0002
+        while not link.store.check(keys):
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+            watch.check(started)
+        values = [json.loads(link.store.get(key)) for key in keys]
+        watch.leave()
+        other = next((rank for rank, (theirs, _) in enumerate(values) if theirs != name), None)
+        if other is not None:
+            watch.fail(f"exchange {name!r}: rank {other} makes a different call, {values[other][0]!r}")
+        return [value for _, value in values]
+
+    def agree(self, error: BaseException | None, name: str) -> None:
+        """One exchange of verdicts: if any rank brings an error, all raise it, before anything else is begun.
+
+        Raises:
+            LindosError: the error of the lowest rank that has one; ranks without one name that rank.
+        """
+        if self.size == 1:
+            if error is not None:
+                raise error
+            return
+        mine = None if error is None else [type(error).__name__, str(error)]
+        verdicts = self.exchange(mine, name)
+        failed = [rank for rank, verdict in enumerate(verdicts) if verdict is not None]
+        if not failed:
+            return
+        if error is not None:
+            raise error
+        kind, text = verdicts[failed[0]]
+        classes = {c.__name__: c for c in _subclasses(LindosError)}
+        ranks = ", ".join(map(str, failed))
+        raise classes.get(kind, RankError)(f"[rank {ranks}] {text}" if kind in classes else f"[rank {ranks}] {kind}: {text}")
+
+    def barrier(self, name: str) -> None:
+        """All ranks arrive before any goes on."""
+        self.exchange(None, name)
+
+    def title(self) -> str:
+        """`[rank 5 | pp 1 dp 0 tp 1]`, the head of a message that only this rank prints."""
+        places = " ".join(f"{axis.name} {self.mesh.coordinate(axis.name)}" for axis in self.mesh.base)
+        return f"[rank {self.rank} | {places}]"
+
+    def close(self) -> None:
+        """End the watch; collectives after this are not answered for."""
+        self.link.watch.close()
+
+
+def _subclasses(kind: type) -> list[type]:
+    return [kind, *(below for child in kind.__subclasses__() for below in _subclasses(child))]
+
+
+def _memory(link: Link, ranks: tuple[int, ...]) -> Mailboxes:
+    """Mailboxes of a group over shared memory: each rank publishes where its memory can be opened."""
+    head = "boxes/" + "-".join(map(str, ranks))
+    number, memory = own_memory(f"lindos-{link.rank}")
+    link.shared[ranks] = (number, memory)
+    link.store.set(f"{head}/{link.rank}", json.dumps([os.getpid(), number]))
+    boxes = []
+    for rank in ranks:
+        key, started = f"{head}/{rank}", time.monotonic()
+        while not link.store.check([key]):
+            time.sleep(0.001)
+            link.watch.check(started)
+        pid, theirs = json.loads(link.store.get(key))
+        boxes.append(Box(memory if rank == link.rank else others_memory(pid, theirs), pid))
+    patient = len(os.sched_getaffinity(0)) >= link.size
+    return Mailboxes(boxes, ranks.index(link.rank), link.watch.check, patient)
+
+
+def _threads(link: Link, ranks: tuple[int, ...]) -> Mailboxes:
+    """Mailboxes of a group of threads of one process."""
+    from lindos.comm.mailbox import HEAD_BYTES, SLOT_BYTES
+
+    with link.shared["lock"]:
+        memory = link.shared.setdefault(ranks, [bytearray(HEAD_BYTES + 2 * SLOT_BYTES) for _ in ranks])
+    boxes = [Box(piece) for piece in memory]
+    return Mailboxes(boxes, ranks.index(link.rank), link.watch.check, patient=False)
+
+
+class Fake:
+    """A group of which only this rank exists: sizes are right, values are this rank's own."""
+
+    def __init__(self, link: Link, ranks: tuple[int, ...]) -> None:
+        self.size = len(ranks)
+
+    def all_reduce(self, x: torch.Tensor, signature: int, op: str) -> None:
+        """Keeps x."""
+
+    def all_gather(self, out: torch.Tensor, x: torch.Tensor, signature: int) -> None:
+        out.copy_(x.expand_as(out))
+
+    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, signature: int) -> None:
+        out.copy_(x[0])
+
+    def all_to_all(self, out: torch.Tensor, x: torch.Tensor, signature: int) -> None:
+        out.copy_(x)
+
+    def broadcast(self, x: torch.Tensor, source: int, signature: int) -> None:
+        """Keeps x."""
+
+
+_MADE = {"memory": _memory, "threads": _threads, "fake": Fake}
+
+
+def shared_memory_serves(hosts: list[str]) -> bool:
+    """Whether mailboxes can connect these ranks: one host, x86 store order, memfd and /proc."""
+    one = len(set(hosts)) == 1
+    return one and platform.machine() in ("x86_64", "AMD64") and hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
+
+
+def host_name() -> str:
+    return f"{socket.gethostname()}/{os.stat('/proc/self/ns/pid').st_ino if os.path.exists('/proc/self/ns/pid') else 0}"
