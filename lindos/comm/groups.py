@@ -26,10 +26,12 @@ class Group:
         self.group, self.ranks, self.index, self.size, self.tick = group, ranks, index, len(ranks), tick
         self.gloo = dist.get_backend(group) == "gloo"
 
-    def all_reduce(self, x: torch.Tensor, signature: int, op: str) -> None:
+    def all_reduce(self, out: torch.Tensor, x: torch.Tensor, signature: int, op: str) -> None:
         self._agree(signature)
         kind = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM
-        self._finish(dist.all_reduce(x, kind, group=self.group, async_op=True))
+        if out is not x:
+            out.copy_(x)
+        self._finish(dist.all_reduce(out, kind, group=self.group, async_op=True))
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor, signature: int) -> None:
         self._agree(signature)

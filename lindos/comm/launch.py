@@ -95,14 +95,18 @@ def _first(environment: Mapping[str, str], names: tuple[str, ...], default: int 
             raise InputError(f"environment variable {name} must be a number; got {text!r}.")
         return int(text)
     if default is None:
-        raise InputError(f"more than one process, but none of {', '.join(names)} is set. Start with torchrun or lindos run.")
+        raise InputError(
+            f"more than one process, but none of {', '.join(names)} is set. Start with torchrun or lindos run."
+        )
     return default
 
 
 def _store(rank: int, size: int, timeout_seconds: float) -> Any:
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if not address or not port:
-        raise InputError("MASTER_ADDR and MASTER_PORT must name where rank 0 listens. torchrun and lindos run set them.")
+        raise InputError(
+            "MASTER_ADDR and MASTER_PORT must name where rank 0 listens. torchrun and lindos run set them."
+        )
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     limit = timedelta(seconds=max(timeout_seconds, 30))
     store = dist.TCPStore(address, int(port), size, rank == 0 and not agent, timeout=limit, wait_for_workers=False)

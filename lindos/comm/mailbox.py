@@ -96,20 +96,21 @@ class Mailboxes:
 
     # Each collective below runs piece by piece through the slots; tensors are contiguous.
 
-    def all_reduce(self, x: torch.Tensor, signature: int, op: str) -> None:
-        flat = x.view(-1)
-        two = self.size >= _TWO_ROUNDS_FROM and flat.numel() >= 4096
-        for piece in flat.split(SLOT_BYTES // x.element_size()):
+    def all_reduce(self, out: torch.Tensor, x: torch.Tensor, signature: int, op: str) -> None:
+        """out may be x."""
+        two = self.size >= _TWO_ROUNDS_FROM and x.numel() >= 4096
+        step = SLOT_BYTES // x.element_size()
+        for piece, target in zip(x.view(-1).split(step), out.view(-1).split(step)):
             self.post(piece, signature)
             self.collect(signature)
             if not two:
-                self._combine(piece, 0, piece.numel(), op)
+                self._combine(target, 0, target.numel(), op)
                 continue
-            part = -(-piece.numel() // self.size)
-            a, b = self.index * part, min((self.index + 1) * part, piece.numel())
+            part = -(-target.numel() // self.size)
+            a, b = self.index * part, min((self.index + 1) * part, target.numel())
             if a < b:
-                self._combine(piece[a:b], a, b, op)
-            self._spread(piece, part, signature)
+                self._combine(target[a:b], a, b, op)
+            self._spread(target, part, signature)
 
     def _spread(self, piece: torch.Tensor, part: int, signature: int) -> None:
         self.post(piece[self.index * part : (self.index + 1) * part], signature)

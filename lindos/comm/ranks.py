@@ -44,7 +44,13 @@ class Ranks:
         self._job = 0
 
     def run(
-        self, job: Job, size: int, *arguments: Any, transport: str = "memory", limit_seconds: float = 60, raises: bool = True
+        self,
+        job: Job,
+        size: int,
+        *arguments: Any,
+        transport: str = "memory",
+        limit_seconds: float = 60,
+        raises: bool = True,
     ) -> list[Any]:
         """Run `job(world, *arguments)` on `size` ranks and return their results in rank order.
 
@@ -128,12 +134,22 @@ def _serve(pipe: Connection) -> None:
 
 
 def _work(
-    rank: int, job: Job, number: int, port: int, size: int, arguments: tuple, transport: str, limit: float, path: list[str]
+    rank: int,
+    job: Job,
+    number: int,
+    port: int,
+    size: int,
+    arguments: tuple,
+    transport: str,
+    limit: float,
+    path: list[str],
 ) -> Any:
     sys.path[:] = path
     head = f"job/{number}"
     client = dist.TCPStore("127.0.0.1", port, None, False, timeout=timedelta(seconds=60), wait_for_workers=False)
-    world = World(Link(rank, size, dist.PrefixStore(head, client), transport, torch.device("cpu"), limit), Mesh.of(dp=size))
+    world = World(
+        Link(rank, size, dist.PrefixStore(head, client), transport, torch.device("cpu"), limit), Mesh.of(dp=size)
+    )
     launch.enter(world)
     torch.manual_seed(0)
     try:

@@ -123,7 +123,9 @@ class Watch:
             if self._answered:
                 return
             self._answered = True
-        last = self.trail[-1 if self.inside is None else -2].text() if len(self.trail) > (self.inside is not None) else ""
+        last = (
+            self.trail[-1 if self.inside is None else -2].text() if len(self.trail) > (self.inside is not None) else ""
+        )
         state = {
             "inside": self.inside.text() if self.inside else None,
             "seconds": time.monotonic() - self.since,

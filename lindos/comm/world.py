@@ -66,14 +66,20 @@ class World:
 
     # --- collectives: every one is named, counted, timed and recorded ---------------------------------------------
 
-    def all_reduce(self, x: torch.Tensor, axes: Axes, name: str, op: str = "sum") -> torch.Tensor:
+    def all_reduce(self, x: torch.Tensor, axes: Axes, name: str, op: str = "sum", fresh: bool = False) -> torch.Tensor:
         """Sum (or "max") of x over axes, in place where x is contiguous; bit-equal on all ranks of the group.
+
+        Args:
+            fresh: leave x as it is and return a new tensor.
 
         Communicates: all_reduce of x over axes, 2 (n-1)/n of its elements a rank.
         """
         x = x.contiguous()
-        self._call("all_reduce", x, axes, name, x.numel(), lambda group, sign: group.all_reduce(x, sign, op))
-        return x
+        if fresh and self.mesh.size(axes) == 1:
+            return x.clone()
+        out = torch.empty_like(x) if fresh else x
+        self._call("all_reduce", x, axes, name, x.numel(), lambda group, sign: group.all_reduce(out, x, sign, op))
+        return out
 
     def all_gather(self, x: torch.Tensor, axes: Axes, dim: int, name: str) -> torch.Tensor:
         """The parts of all ranks of the group joined along dim, contiguous.
@@ -229,7 +235,9 @@ class World:
         kind, text = verdicts[failed[0]]
         classes = {c.__name__: c for c in _subclasses(LindosError)}
         ranks = ", ".join(map(str, failed))
-        raise classes.get(kind, RankError)(f"[rank {ranks}] {text}" if kind in classes else f"[rank {ranks}] {kind}: {text}")
+        raise classes.get(kind, RankError)(
+            f"[rank {ranks}] {text}" if kind in classes else f"[rank {ranks}] {kind}: {text}"
+        )
 
     def barrier(self, name: str) -> None:
         """All ranks arrive before any goes on."""
@@ -283,8 +291,9 @@ class Fake:
     def __init__(self, link: Link, ranks: tuple[int, ...]) -> None:
         self.size = len(ranks)
 
-    def all_reduce(self, x: torch.Tensor, signature: int, op: str) -> None:
-        """Keeps x."""
+    def all_reduce(self, out: torch.Tensor, x: torch.Tensor, signature: int, op: str) -> None:
+        if out is not x:
+            out.copy_(x)
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor, signature: int) -> None:
         out.copy_(x.expand_as(out))
@@ -305,7 +314,12 @@ _MADE = {"memory": _memory, "threads": _threads, "fake": Fake}
 def shared_memory_serves(hosts: list[str]) -> bool:
     """Whether mailboxes can connect these ranks: one host, x86 store order, memfd and /proc."""
     one = len(set(hosts)) == 1
-    return one and platform.machine() in ("x86_64", "AMD64") and hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
+    return (
+        one
+        and platform.machine() in ("x86_64", "AMD64")
+        and hasattr(os, "memfd_create")
+        and os.path.isdir("/proc/self/fd")
+    )
 
 
 def host_name() -> str:

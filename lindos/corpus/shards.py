@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import os
@@ -51,7 +52,8 @@ def build(
         validation_fraction: share of the documents that validate, over 0 and under 1.
         shard_tokens: tokens a file, the last one of a split excepted.
         field: the key of the text in `.jsonl` files.
-        progress: called with (bytes of text done, bytes of text in all), every few megabytes and at the end.
+        progress: called with (bytes of text done, bytes of text in all), every few megabytes and at the end; not at
+            all where the corpus is reused.
 
     Returns:
         The index of the folder.
@@ -60,20 +62,16 @@ def build(
         DataError: unreadable or missing text, too little of it, or `out` holds something else.
         InputError: a setting out of its range.
     """
-    if not 0 < validation_fraction < 1:
-        raise InputError(f"validation_fraction must lie between 0 and 1, got {validation_fraction}. Use 0.01 or so.")
-    if shard_tokens < 1:
-        raise InputError(f"shard_tokens must be at least 1, got {shard_tokens}. Use {1 << 26} or so.")
+    settings = _settings(validation_fraction, shard_tokens)
     out = Path(os.path.abspath(out))
     paths = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     present = occupied(out)
     found = survey(documents(paths, field=field), validation_fraction)
-    settings = {"validation_fraction": validation_fraction, "shard_tokens": shard_tokens}
     fingerprint = _fingerprint(found, tokenizer, settings)
     if present:
         return _reused(out, fingerprint)
-    with unpublished(out) as folder:
-        writers = {name: _ShardWriter(folder, name, tokenizer, shard_tokens) for name in SPLITS}
+    with unpublished(out) as folder, contextlib.ExitStack() as files:
+        writers = {name: _ShardWriter(folder / name, tokenizer, shard_tokens, files) for name in SPLITS}
         _encode(documents(paths, field=field), found, tokenizer, writers, progress)
         save(tokenizer, folder / TOKENIZER_FOLDER)
         index = Index(
@@ -93,8 +91,8 @@ def build(
 class _ShardWriter:
     """Writes the tokens of one split, a new file every `shard_tokens`, and counts them as it goes."""
 
-    def __init__(self, folder: Path, split: str, tokenizer: Tokenizer, shard_tokens: int):
-        self.folder, self.split, self.shard_tokens = folder, split, shard_tokens
+    def __init__(self, stem: Path, tokenizer: Tokenizer, shard_tokens: int, files: contextlib.ExitStack):
+        self.stem, self.shard_tokens, self.files = stem, shard_tokens, files
         self.end_of_text_id = tokenizer.end_of_text_id
         self.dtype = DTYPES[_dtype_name(tokenizer)]
         self.counts = np.zeros(tokenizer.vocabulary_size, dtype=np.int64)
@@ -107,7 +105,8 @@ class _ShardWriter:
         self.counts += np.bincount(ids, minlength=len(self.counts))
         while len(ids):
             if self.stream is None:
-                self.stream = (self.folder / f"{self.split}-{len(self.shards):05d}.bin").open("wb")
+                file = self.stem.with_name(f"{self.stem.name}-{len(self.shards):05d}.bin")
+                self.stream = self.files.enter_context(file.open("wb"))
                 self.hash = hashlib.blake2b(digest_size=16)
                 self.tokens = 0
             head, ids = np.split(ids, [self.shard_tokens - self.tokens])
@@ -197,6 +196,14 @@ def _write(batch: list[_Piece], tokenizer: Tokenizer) -> int:
     for writer, own in tokens.items():
         writer.write(np.array(own, dtype=np.int64))
     return sum(len(piece.text.encode()) for piece in batch)
+
+
+def _settings(validation_fraction: float, shard_tokens: int) -> dict[str, float | int]:
+    if not 0 < validation_fraction < 1:
+        raise InputError(f"validation_fraction must lie between 0 and 1, got {validation_fraction}. Use 0.01 or so.")
+    if shard_tokens < 1:
+        raise InputError(f"shard_tokens must be at least 1, got {shard_tokens}. Use {1 << 26} or so.")
+    return {"validation_fraction": validation_fraction, "shard_tokens": shard_tokens}
 
 
 def _dtype_name(tokenizer: Tokenizer) -> str:

@@ -1,0 +1,1 @@
+"""Where bytes rest. Chunks know no mesh: whoever reduces or gathers them brings the ranks."""

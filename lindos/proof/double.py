@@ -37,8 +37,9 @@ class Double(TorchDispatchMode):
         elif fresh and any(isinstance(value, float) for value in values) and _takes_dtype(func):
             kwargs.setdefault("dtype", torch.float64)  # torch.full((), 1e300) would overflow before it is cast
         out = func(*args, **kwargs)
-        # What named no dtype (torch.zeros(3), torch.tensor(0.5)) comes out in the default one.
-        if fresh or func is torch.ops.aten.lift_fresh.default:
+        # What no fp32 tensor went into took the default dtype: torch.zeros(3), positions / 2. torch.tensor(0.5) is
+        # built elsewhere and only passes through lift_fresh.
+        if func is torch.ops.aten.lift_fresh.default or not any(map(_is_single, values)):
             out = tree_map(lambda x: x.double() if _is_single(x) else x, out)
         return out
 

@@ -7,6 +7,7 @@ and torch's clipping, in one process.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lindos.core.errors import InputError, RefusedError
+from lindos.core.errors import InputError, NumbersError, RefusedError
 from lindos.proof.double import Double
 
 Share = dict[str, Any]
@@ -63,6 +64,7 @@ def reference(
 
     Raises:
         InputError: A step has no valid position.
+        NumbersError: A loss is not finite, so there is nothing to compare with.
         RefusedError: The logits are not [rows, length, vocabulary].
     """
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -81,9 +83,11 @@ def reference(
         stepper.zero_grad(set_to_none=True)
         with Double() if double else nullcontext():
             trace.losses.append(sum(_backward(model, share, count) for share in shares))
-        for parameter in parameters:  # what nothing used still decays and moves by its momentum
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+        if not math.isfinite(trace.losses[-1]):
+            raise NumbersError(
+                f"the reference's loss at step {step} must be finite, got {trace.losses[-1]}. Lower the rate"
+            )
+        _fill_with_zeros(parameters)
         trace.gradients.append({name: parameter.grad.detach().clone() for name, parameter in named.items()})
         trace.grad_norms.append(_norm(parameters, max_norm))
         trace.counts.append(count)
@@ -94,6 +98,13 @@ def reference(
         trace.weights.append({name: p.detach().clone() for name, p in model.named_parameters()})
     stepper.zero_grad(set_to_none=True)
     return trace
+
+
+def _fill_with_zeros(parameters: list[nn.Parameter]) -> None:
+    """Gives what nothing used a zero gradient: it still decays, and moves by its momentum."""
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
 
 
 def _valid(share: Share) -> int:

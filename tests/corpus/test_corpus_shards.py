@@ -13,6 +13,7 @@ from tokenizers import models, pre_tokenizers
 
 from lindos.core.errors import DataError, InputError
 from lindos.corpus import Tokenizer, build, documents, load, read_index, shards, train
+from lindos.corpus import publish as publish_module
 from lindos.corpus.publish import publish, unpublished
 from lindos.corpus.survey import digest_of, survey
 
@@ -89,7 +90,7 @@ def test_large_documents_are_encoded_as_whole_ones(tokenizer, texts, tmp_path, m
     calls = []
     paths = [tmp_path / "a.txt", tmp_path / "b.txt"]
     build(paths, tokenizer, tmp_path / "out", progress=lambda *a: calls.append(a))
-    assert len(calls) > 20
+    assert len(calls) > 15
     assert [done for done, _ in calls] == sorted(done for done, _ in calls)
     # b is too small to validate, so the last lines of a do
     short = [*tokenizer.encode("Short."), 0]
@@ -173,7 +174,7 @@ def test_a_foreign_folder_or_file_in_the_way_is_an_error(folder, tokenizer, tmp_
         build(folder, tokenizer, tmp_path / "out")
     assert (tmp_path / "out" / "thesis.tex").exists()
     (tmp_path / "file").write_text("x")
-    with pytest.raises(DataError, match="a folder to make, got .*: a file"):
+    with pytest.raises(DataError, match=r"a folder to make, got .*: a file"):
         build(folder, tokenizer, tmp_path / "file")
 
 
@@ -205,11 +206,13 @@ def test_a_failed_build_leaves_nothing(folder, tokenizer, tmp_path):
 
 def test_a_killed_build_leaves_no_corpus_and_the_next_one_cleans_up(folder, tokenizer, tmp_path):
     place = tmp_path / "place"
-    program = (
-        "import os, pathlib; from lindos.corpus.publish import unpublished\n"
+    program = (  # runs the one file, since importing the package takes seconds
+        "import os, pathlib, runpy\n"
+        f"unpublished = runpy.run_path({publish_module.__file__!r})['unpublished']\n"
         f"with unpublished(pathlib.Path({str(place / 'out')!r})) as folder: os.kill(os.getpid(), 9)"
     )
-    subprocess.run([sys.executable, "-c", program], check=False, env={"PYTHONPATH": ":".join(sys.path)})
+    done = subprocess.run([sys.executable, "-c", program], check=False, env={"PYTHONPATH": ":".join(sys.path)})
+    assert done.returncode == -9
     (left,) = place.iterdir()
     assert left.name.startswith(".out.building-")
     with unpublished(place / "out") as living:

@@ -34,7 +34,7 @@ def test_training_twice_gives_the_same_tokenizer_in_another_process_too(tokenize
     assert train(iter(texts), 320).fingerprint == tokenizer.fingerprint
     assert train([("source", text) for text in texts], 320).fingerprint == tokenizer.fingerprint
     assert train(texts[1:], 320).fingerprint != tokenizer.fingerprint
-    program = f"from lindos.corpus import train; print(train({texts!r}, 320).fingerprint)"
+    program = f"from lindos.corpus.tokenizer import train; print(train({texts!r}, 320).fingerprint)"
     done = subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True,
@@ -46,7 +46,7 @@ def test_training_twice_gives_the_same_tokenizer_in_another_process_too(tokenize
 
 
 def test_training_refuses_what_cannot_work(texts):
-    with pytest.raises(InputError, match="at least 257.*got 256"):
+    with pytest.raises(InputError, match=r"at least 257.*got 256"):
         train(texts, 256)
     with pytest.raises(DataError, match="needs text"):
         train([], 300)

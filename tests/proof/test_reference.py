@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lindos.core.errors import InputError, RefusedError
+from lindos.core.errors import InputError, NumbersError, RefusedError
 from lindos.hf.twin import batch, twin
 from lindos.proof.double import Double
 from lindos.proof.reference import reference
@@ -130,6 +130,8 @@ def test_refusals():
     data = batch(model.config, rows=2, length=12, seed=0)
     with pytest.raises(InputError, match="step 0 must have a position"):
         reference(model, [{**data, "labels": torch.full_like(data["labels"], -100)}], sgd)
+    with pytest.raises(NumbersError, match="step 1 must be finite"):
+        reference(twin("llama"), [data] * 2, lambda p: torch.optim.SGD(p, lr=float("inf")))
     with pytest.raises(RefusedError, match=r"\[rows, length, vocabulary\]"):
         reference(model, [{**data, "logits_to_keep": 1}], sgd)
 
@@ -154,6 +156,7 @@ def test_double_on_factories():
     with Double():
         exact = [torch.zeros(2), torch.tensor(0.5), torch.full((2,), 1e300), torch.ones(2, dtype=torch.float32)]
         exact += [torch.arange(3).float(), torch.linspace(0, 1, 3), torch.rand(2).softmax(0, dtype=torch.float32)]
+        exact += [torch.arange(3) / 2, torch.arange(3) * 0.5]
         whole = [torch.arange(3), torch.tensor(2), torch.full((2,), 1)]
     assert {x.dtype for x in exact} == {torch.float64}
     assert {x.dtype for x in whole} == {torch.int64}

@@ -1,0 +1,1 @@
+"""Tensor parallelism: one implementation, a table per algorithm."""
