@@ -77,9 +77,7 @@ def device_of(local: int) -> torch.device:
 
 def _place(environment: Mapping[str, str]) -> tuple[int, int, int]:
     size = _first(environment, _SIZE, 1)
-    if size == 1:
-        return 0, 1, _first(environment, _LOCAL, 0)
-    rank = _first(environment, _RANK, None)
+    rank = _first(environment, _RANK, 0 if size == 1 else None)
     if not 0 <= rank < size:
         raise InputError(f"the environment says rank {rank} of {size} processes; a rank is in 0..{size - 1}.")
     return rank, size, _first(environment, _LOCAL, rank)

@@ -6,7 +6,9 @@ any size after it.
 
 from __future__ import annotations
 
+import importlib.util
 import multiprocessing
+import pickle
 import sys
 import threading
 import time
@@ -14,12 +16,13 @@ import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lindos.comm import launch
+from lindos.comm import launch, record
 from lindos.comm.world import Link, World
 from lindos.core.errors import LindosError, RankError
 from lindos.core.mesh import Mesh
@@ -37,7 +40,7 @@ class Ranks:
 
     def __init__(self, preload: Sequence[str] = PRELOAD) -> None:
         self._start = multiprocessing.get_context("forkserver")
-        self._start.set_forkserver_preload(list(preload))
+        self._start.set_forkserver_preload([name for name in preload if _exists(name)])
         self._store = dist.TCPStore("127.0.0.1", 0, None, True, timeout=timedelta(seconds=60), wait_for_workers=False)
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
@@ -65,9 +68,9 @@ class Ranks:
         """
         self._grow(size)
         self._job += 1
-        call = (job, self._job, self._store.port, size, arguments, transport, limit_seconds, sys.path)
-        for rank in range(size):
-            self._pipes[rank].send((rank, call))
+        call = (job, self._job, self._store.port, size, arguments, transport, limit_seconds)
+        for rank in range(size):  # the path goes first: the job's module may lie where only the caller has looked yet
+            self._pipes[rank].send((rank, sys.path, bytes(ForkingPickler.dumps(call))))
         results = self._collect(size)
         if raises:
             self._raise(results)
@@ -84,9 +87,6 @@ class Ranks:
                 except (EOFError, ConnectionError):
                     self._processes[rank].join()
                     results[rank] = RankError(f"[rank {rank}] died with exit code {self._processes[rank].exitcode}.")
-        dead = [rank for rank in range(len(self._processes)) if not self._processes[rank].is_alive()]
-        for rank in dead:
-            self._spawn(rank)
         return results
 
     @staticmethod
@@ -97,7 +97,8 @@ class Ranks:
             raise first
 
     def _grow(self, size: int) -> None:
-        for rank in range(len(self._processes), size):
+        dead = [rank for rank, process in enumerate(self._processes) if not process.is_alive()]
+        for rank in [*dead, *range(len(self._processes), size)]:
             self._spawn(rank)
 
     def _spawn(self, rank: int) -> None:
@@ -120,16 +121,30 @@ class Ranks:
                 process.kill()
 
 
+def _exists(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:
+        return False
+
+
 def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            rank, call = pipe.recv()
+            rank, path, call = pipe.recv()
         except (EOFError, OSError):
             return
+        sys.path[:] = path
         try:
-            pipe.send(_work(rank, *call))
-        except (TypeError, AttributeError, ValueError) as error:
+            work = pickle.loads(call)
+        except Exception as error:
+            pipe.send(RankError(f"[rank {rank}] cannot read its job: {type(error).__name__}: {error}"))
+            continue
+        result = _work(rank, *work)
+        try:
+            pipe.send(result)
+        except (TypeError, AttributeError, ValueError, RuntimeError, pickle.PicklingError) as error:
             pipe.send(RankError(f"[rank {rank}] its result cannot travel: {error}"))
 
 
@@ -142,9 +157,7 @@ def _work(
     arguments: tuple,
     transport: str,
     limit: float,
-    path: list[str],
 ) -> Any:
-    sys.path[:] = path
     head = f"job/{number}"
     client = dist.TCPStore("127.0.0.1", port, None, False, timeout=timedelta(seconds=60), wait_for_workers=False)
     world = World(
@@ -191,7 +204,8 @@ def threads(job: Job, size: int, *arguments: Any, limit_seconds: float = 60) -> 
         world = World(link, Mesh.of(dp=size))
         launch.enter(world)
         try:
-            results[rank] = job(world, *arguments)
+            with record.rank_thread():
+                results[rank] = job(world, *arguments)
         except BaseException as error:
             link.watch.report(error)
             results[rank] = error

@@ -85,6 +85,16 @@ def record() -> Iterator[Record]:
         stack.remove(made)
 
 
+@contextmanager
+def rank_thread() -> Iterator[None]:
+    """Around the work of a thread that is a rank of its own: its calls are in no other thread's records."""
+    stack = _stack()
+    try:
+        yield
+    finally:
+        _process[:] = [other for other in _process if other is not stack]
+
+
 def _stack() -> list[Record]:
     if not hasattr(_active, "stack"):
         _active.stack = []

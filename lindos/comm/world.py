@@ -18,7 +18,7 @@ from lindos.comm import record
 from lindos.comm.groups import Group
 from lindos.comm.mailbox import Box, Gone, Mailboxes, Mismatch, others_memory, own_memory
 from lindos.comm.verdict import Step, Watch
-from lindos.core.errors import LindosError, RankError
+from lindos.core.errors import InputError, LindosError, RankError
 from lindos.core.mesh import Axes, Mesh
 
 TRANSPORTS = ("memory", "gloo", "nccl", "threads", "fake")
@@ -78,7 +78,7 @@ class World:
         if fresh and self.mesh.size(axes) == 1:
             return x.clone()
         out = torch.empty_like(x) if fresh else x
-        self._call("all_reduce", x, axes, name, x.numel(), lambda group, sign: group.all_reduce(out, x, sign, op))
+        self._call("all_reduce", x, axes, name, x.numel(), lambda group, s: group.all_reduce(out, x, s, op), op)
         return out
 
     def all_gather(self, x: torch.Tensor, axes: Axes, dim: int, name: str) -> torch.Tensor:
@@ -87,11 +87,12 @@ class World:
         Communicates: all_gather over axes, (n-1)/n of the joined elements a rank.
         """
         n = self.mesh.size(axes)
+        x = x.contiguous()
         if n == 1:
             return x
-        x, dim = x.contiguous(), dim % x.dim()
+        dim = dim % x.dim()
         rows = x.new_empty((n, x.numel()))
-        self._call("all_gather", x, axes, name, n * x.numel(), lambda g, sign: g.all_gather(rows, x.view(-1), sign))
+        self._call("all_gather", x, axes, name, n * x.numel(), lambda g, s: g.all_gather(rows, x.view(-1), s), dim)
         parts = rows.view(n, *x.shape)
         return parts.flatten(0, 1) if dim == 0 else torch.cat(parts.unbind(0), dim)
 
@@ -102,32 +103,41 @@ class World:
         """
         n = self.mesh.size(axes)
         if n == 1:
-            return x
+            return x.contiguous()
+        dim = dim % x.dim()
+        if x.shape[dim] % n:
+            raise InputError(f"reduce_scatter {name!r} over {axes}: dim {dim} of {list(x.shape)} must divide by {n}.")
         parts = torch.stack(x.chunk(n, dim))
         out = torch.empty_like(parts[0])
-        rows = parts.view(n, -1)
-        self._call("reduce_scatter", x, axes, name, x.numel(), lambda g, s: g.reduce_scatter(out.view(-1), rows, s))
+        rows = parts.view(n, out.numel())
+        self._call(
+            "reduce_scatter", x, axes, name, x.numel(), lambda g, s: g.reduce_scatter(out.view(-1), rows, s), dim
+        )
         return out
 
     def all_to_all(self, x: torch.Tensor, axes: Axes, name: str) -> torch.Tensor:
-        """Row i of the result is what rank i of the group had in its row for this one; x [n, ...].
+        """Row i of the result is what rank i of the group had in its row for this one, contiguous; x [n, ...].
 
         Communicates: all_to_all over axes, (n-1)/n of x's elements a rank.
         """
-        if self.mesh.size(axes) == 1:
+        n = self.mesh.size(axes)
+        if x.dim() == 0 or x.shape[0] != n:
+            raise InputError(f"all_to_all {name!r} over {axes} takes a row for each of {n} ranks; got {list(x.shape)}.")
+        x = x.contiguous()
+        if n == 1:
             return x
-        rows = x.contiguous().view(x.shape[0], -1)
+        rows = x.view(n, x.numel() // n)
         out = torch.empty_like(rows)
         self._call("all_to_all", x, axes, name, x.numel(), lambda g, sign: g.all_to_all(out, rows, sign))
         return out.view(x.shape)
 
     def broadcast(self, x: torch.Tensor, axes: Axes, source: int, name: str) -> torch.Tensor:
-        """x of the rank at index `source` of the group, in place.
+        """x of the rank at index `source` of the group, in place where x is contiguous.
 
         Communicates: broadcast over axes, all elements of x a rank.
         """
         x = x.contiguous()
-        self._call("broadcast", x, axes, name, x.numel(), lambda group, sign: group.broadcast(x, source, sign))
+        self._call("broadcast", x, axes, name, x.numel(), lambda group, s: group.broadcast(x, source, s), source)
         return x
 
     @property
@@ -135,13 +145,15 @@ class World:
         """The axes that make up the whole world."""
         return tuple(axis.name for axis in self.mesh.base)
 
-    def _call(self, op: str, x: torch.Tensor, axes: Axes, name: str, elements: int, run: Any) -> None:
+    def _call(
+        self, op: str, x: torch.Tensor, axes: Axes, name: str, elements: int, run: Any, detail: str | int = ""
+    ) -> None:
         names, ranks, group = self._group(axes)
         if len(ranks) == 1:
             return
         link = self.link
         number = link.numbers[ranks] = link.numbers.get(ranks, 0) + 1
-        key = (op, names, name, x.shape, x.dtype)
+        key = (op, names, name, x.shape, x.dtype, detail)
         sign = self._signatures.get(key)
         if sign is None:
             sign = self._signatures[key] = zlib.crc32(repr(key).encode())
@@ -210,6 +222,8 @@ class World:
             watch.check(started)
         values = [json.loads(link.store.get(key)) for key in keys]
         watch.leave()
+        if link.rounds > 1:  # whoever has seen this round knows that all have read the last one
+            link.store.delete_key(f"exchange/{link.rounds - 1}/{self.rank}")
         other = next((rank for rank, (theirs, _) in enumerate(values) if theirs != name), None)
         if other is not None:
             watch.fail(f"exchange {name!r}: rank {other} makes a different call, {values[other][0]!r}")

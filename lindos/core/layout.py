@@ -19,7 +19,7 @@ from functools import lru_cache
 from typing import Literal
 
 from lindos.core.errors import LayoutError
-from lindos.core.mesh import Axes, Mesh
+from lindos.core.mesh import Axes, Axis, Mesh
 
 Span = tuple[int, int]
 Pieces = tuple[tuple[Span, ...], ...]
@@ -85,7 +85,7 @@ class Layout:
     cuts: tuple[Cut, ...] = ()
 
     def __post_init__(self) -> None:
-        flat, seen = False, set()
+        flat, seen, whole = False, set(), set(range(len(self.shape)))
         for cut in self.cuts:
             if cut.dim == "flat":
                 flat = True
@@ -97,6 +97,9 @@ class Layout:
                 seen.add(name)
             if cut.pieces is not None and len(cut.pieces) != cut.parts:
                 raise LayoutError(f"a cut in {cut.parts} parts needs as many pieces; got {len(cut.pieces)}.")
+            if cut.pieces is not None and cut.dim != "flat" and cut.dim in whole:
+                _check_cover(cut.pieces, self.shape[cut.dim], cut.dim)
+            whole.discard(cut.dim)
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -110,8 +113,7 @@ class Layout:
     def local_shape(self, mesh: Mesh, rank: int | None = None) -> tuple[int, ...]:
         """Shape of what a rank stores, padding included; one dim after a flat cut."""
         shape = list(self.shape)
-        for cut in self.cuts:
-            coordinate = mesh.coordinate(cut.axis, rank)
+        for cut, coordinate in zip(self.cuts, self._coordinates(mesh, rank)):
             if cut.dim == "flat":
                 size = math.prod(shape)
                 shape = [sum(b - a for a, b in cut.held(size, coordinate))]
@@ -124,9 +126,8 @@ class Layout:
 
         `owned` is set for exactly one holder of each element over all ranks of the mesh.
         """
-        coordinates = tuple(mesh.coordinate(cut.axis, rank) for cut in self.cuts)
         rank = mesh._rank(rank)
-        return _boxes(self, coordinates, not _replica(mesh, rank, self.axes))
+        return list(_boxes(self, self._coordinates(mesh, rank), not _replica(mesh, rank, self.axes)))
 
     def owned_boxes(self, mesh: Mesh, rank: int | None = None) -> list[Box]:
         """The boxes that this rank owns: over all ranks they tile the tensor exactly once."""
@@ -137,6 +138,11 @@ class Layout:
         rank = mesh._rank(rank)
         mine = [box.full for box in self.boxes(mesh, rank)]
         return tuple(r for r in range(mesh.world_size) if [box.full for box in self.boxes(mesh, r)] == mine)
+
+    def _coordinates(self, mesh: Mesh, rank: int | None) -> tuple[int, ...]:
+        """The rank's coordinate on each cut, on a mesh that these cuts were made for."""
+        _check_mesh(self, mesh.axes)
+        return tuple(mesh.coordinate(cut.axis, rank) for cut in self.cuts)
 
     def text(self, name: str = "W", dims: tuple[str, ...] = ()) -> str:
         """`W[131/tp, 64]`; uneven pieces as `{5,4}`, a flat cut as `@dp`."""
@@ -191,6 +197,27 @@ def shared(heads: int, unit: int, parts: int) -> Pieces:
     return tuple(((c // each * unit, c // each * unit + unit),) for c in range(parts))
 
 
+def _check_cover(pieces: Pieces, size: int, dim: int) -> None:
+    reached = 0
+    for start, stop in sorted(span for piece in pieces for span in piece):
+        if start > reached:
+            break
+        reached = max(reached, stop)
+    if reached < size:
+        raise LayoutError(f"pieces must cover dim {dim} of size {size}; no rank holds element {reached}.")
+
+
+@lru_cache(maxsize=4096)
+def _check_mesh(layout: Layout, axes: tuple[Axis, ...]) -> None:
+    mesh = Mesh(axes)
+    for cut in layout.cuts:
+        if mesh.size(cut.axis) != cut.parts:
+            raise LayoutError(
+                f"a cut in {cut.parts} parts over {cut.axis!r} does not fit its size {mesh.size(cut.axis)}."
+            )
+    mesh._check_disjoint([mesh.axis(name) for name in layout.axes])
+
+
 def _replica(mesh: Mesh, rank: int, cut_axes: tuple[str, ...]) -> bool:
     """Whether a rank is not the first among those that differ only in axes that do not cut the tensor."""
     rest = rank
@@ -202,7 +229,7 @@ def _replica(mesh: Mesh, rank: int, cut_axes: tuple[str, ...]) -> bool:
 
 @lru_cache(maxsize=65536)
 def _boxes(layout: Layout, coordinates: tuple[int, ...], owner: bool) -> list[Box]:
-    runs: list[list[_Run]] = [[_Run(0, 0, size, owner)] for size in layout.shape]
+    runs: list[list[_Run]] = [[_Run(0, 0, size, True)] * (size > 0) for size in layout.shape]
     shape = list(layout.shape)
     flat: list[Box] | None = None
     for cut, coordinate in zip(layout.cuts, coordinates):
@@ -210,10 +237,12 @@ def _boxes(layout: Layout, coordinates: tuple[int, ...], owner: bool) -> list[Bo
             runs[cut.dim], shape[cut.dim] = _cut_runs(runs[cut.dim], shape[cut.dim], cut, coordinate)
         else:
             size = math.prod(shape)
-            whole = flat if flat is not None else list(_product(runs))
-            flat = list(_cut_flat(whole, tuple(shape), size, cut, coordinate))
+            if flat is None:
+                flat = list(_cut_flat(list(_product(runs, owner)), tuple(shape), size, cut, coordinate))
+            else:
+                flat = list(_cut_again(flat, size, cut, coordinate))
             shape = [sum(b - a for a, b in cut.held(size, coordinate))]
-    return flat if flat is not None else list(_product(runs))
+    return flat if flat is not None else list(_product(runs, owner))
 
 
 def _cut_runs(runs: list[_Run], size: int, cut: Cut, coordinate: int) -> tuple[list[_Run], int]:
@@ -240,11 +269,11 @@ def _owned_spans(cut: Cut, size: int, coordinate: int) -> Iterator[tuple[int, in
             yield low, high, not any(a <= low and high <= b for a, b in earlier)
 
 
-def _product(runs: list[list[_Run]]) -> Iterator[Box]:
+def _product(runs: list[list[_Run]], owner: bool) -> Iterator[Box]:
     for combination in itertools.product(*runs):
         full = tuple((r.full, r.full + r.length) for r in combination)
         local = tuple((r.local, r.local + r.length) for r in combination)
-        yield Box(full, local, all(r.owned for r in combination))
+        yield Box(full, local, owner and all(r.owned for r in combination))
 
 
 def _cut_flat(boxes: list[Box], shape: tuple[int, ...], size: int, cut: Cut, coordinate: int) -> Iterator[Box]:
@@ -254,6 +283,20 @@ def _cut_flat(boxes: list[Box], shape: tuple[int, ...], size: int, cut: Cut, coo
         for rectangle, position in _rectangles(start, min(stop, size), shape):
             for box in boxes:
                 yield from _intersect(box, rectangle, shape, offset + position - start, owned)
+        offset += stop - start
+
+
+def _cut_again(boxes: list[Box], size: int, cut: Cut, coordinate: int) -> Iterator[Box]:
+    """Boxes of a range of a shard that is flat already: each is one run of it, so a part of a run is rectangles."""
+    offset = 0
+    for start, stop, owned in _owned_spans(cut, size, coordinate):
+        for box in boxes:
+            ((first, last),) = box.local
+            low, high = max(start, first), min(stop, last)
+            for rectangle, position in _rectangles(low - first, high - first, box.shape):
+                full = tuple((a + lo, b + lo) for (a, b), (lo, _) in zip(rectangle, box.full))
+                at = offset + first + position - start
+                yield Box(full, ((at, at + math.prod(b - a for a, b in full)),), box.owned and owned)
         offset += stop - start
 
 

@@ -125,19 +125,28 @@ def _folded(entries: Iterable[Entry]) -> list[str]:
     """Lines with numbers in names folded: `layers.{0..31}.mlp...`."""
     groups: dict[str, list[list[int]]] = {}
     for entry in entries:
-        parts = entry.line().split(" ")
-        numbers = [int(p) for p in entry.name.split(".") if p.isdigit()]
-        head = ".".join("#" if p.isdigit() else p for p in entry.name.split("."))
-        parts[0] = parts[0].replace(entry.name, head, 1)
-        tied = [".".join("#" if p.isdigit() else p for p in t.split(".")) for t in entry.tied]
-        if tied:
-            parts = parts[: parts.index("=")] + ["=", ", ".join(tied)]
-        groups.setdefault(" ".join(parts), []).append(numbers)
+        line, names = entry.line(), (entry.name, *entry.tied)
+        middle = line.removeprefix(entry.name)
+        if entry.tied:
+            middle = middle.removesuffix(", ".join(entry.tied))
+        folded = [".".join("#" if part.isdigit() else part for part in name.split(".")) for name in names]
+        numbers = [int(part) for name in names for part in name.split(".") if part.isdigit()]
+        groups.setdefault(folded[0] + middle + ", ".join(folded[1:]), []).append(numbers)
     lines = []
     for line, numbers in groups.items():
-        for i in range(len(numbers[0])):
-            seen = sorted({n[i] for n in numbers})
-            span = f"{{{seen[0]}..{seen[-1]}}}" if len(seen) > 1 else str(seen[0])
-            line = line.replace("#", span, 1)
+        for column in zip(*numbers):
+            line = line.replace("#", _span(sorted(set(column))), 1)
         lines.append("  " + line)
     return lines
+
+
+def _span(numbers: list[int]) -> str:
+    """`3`, `{0..31}`, or with gaps `{0..4,6..10}`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    text = ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}..{run[-1]}" for run in runs)
+    return text if len(numbers) == 1 else f"{{{text}}}"

@@ -45,9 +45,7 @@ class Mesh:
     @staticmethod
     def of(rank: int | None = None, **sizes: int) -> Mesh:
         """A mesh from sizes, major axis first: `Mesh.of(dp=4, tp=2)`."""
-        for name, size in sizes.items():
-            if not isinstance(size, int) or size < 1:
-                raise InputError(f"the size of axis {name!r} must be an integer of at least 1; got {size!r}.")
+        _check_sizes(sizes)
         stride, axes = math.prod(sizes.values()), []
         for name, size in sizes.items():
             stride //= size
@@ -106,6 +104,7 @@ class Mesh:
         A sub-axis that is there already, with the same size and stride, is kept; with others it is an error.
         """
         parent = self.axis(axis)
+        _check_sizes(sizes)
         if math.prod(sizes.values()) != parent.size:
             raise InputError(
                 f"sub-axes of {axis!r} must multiply to its size {parent.size}; got "
@@ -136,23 +135,20 @@ class Mesh:
         return rank
 
     def _check_disjoint(self, axes: list[Axis]) -> None:
-        spans = [s for axis in axes for s in _steps(axis)]
-        if len(spans) != len(set(spans)):
-            raise InputError(f"axes {[axis.name for axis in axes]} overlap: one is part of another.")
+        """A product of axes names each rank once if and only if each stride is a multiple of the span below it."""
+        low_to_high = sorted((axis for axis in axes if axis.size > 1), key=lambda axis: axis.stride)
+        for low, high in itertools.pairwise(low_to_high):
+            if high.stride % (low.stride * low.size):
+                raise InputError(f"axes {[axis.name for axis in axes]} overlap: {low.name!r} and {high.name!r} share.")
 
     def __str__(self) -> str:
         return " x ".join(f"{axis.name}={axis.size}" for axis in self.base)
 
 
-def _steps(axis: Axis) -> list[tuple[int, int]]:
-    """Prime steps of an axis in rank space: two axes overlap if and only if they share one."""
-    steps, stride, size, prime = [], axis.stride, axis.size, 2
-    while size > 1:
-        while size % prime:
-            prime += 1
-        steps.append((stride, prime))
-        stride, size = stride * prime, size // prime
-    return steps
+def _check_sizes(sizes: dict[str, int]) -> None:
+    for name, size in sizes.items():
+        if not isinstance(size, int) or size < 1:
+            raise InputError(f"the size of axis {name!r} must be an integer of at least 1; got {size!r}.")
 
 
 def _names(axes: Axes) -> tuple[str, ...]:

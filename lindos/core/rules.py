@@ -52,8 +52,14 @@ class Rule:
     source: str = "written"
 
     def __post_init__(self) -> None:
-        if self.role not in ROLES:
-            raise RulesError(f"rule {self.pattern!r} names no known role {self.role!r}: {nearest(self.role, ROLES)}.")
+        if not isinstance(self.role, str) or self.role not in ROLES:
+            close = nearest(str(self.role), ROLES)
+            raise RulesError(f"rule {self.pattern!r} names no known role {self.role!r}: {close}.")
+        sizes = self.blocks if isinstance(self.blocks, tuple) else (self.blocks,)
+        if not sizes or not all(type(size) is int and size > 0 for size in sizes):
+            raise RulesError(
+                f"rule {self.pattern!r}: blocks is a number of blocks or their sizes, from 1; got {self.blocks!r}."
+            )
         if self.heads not in (None, "query", "key_value"):
             raise RulesError(f"rule {self.pattern!r}: heads is 'query' or 'key_value'; got {self.heads!r}.")
 
@@ -127,6 +133,6 @@ def _toml(path: Path) -> Mapping[str, Any]:
     else:
         import tomli as tomllib
     try:
-        return tomllib.loads(path.read_text())
-    except tomllib.TOMLDecodeError as error:
+        return tomllib.loads(path.read_text("utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise RulesError(f"{path} is no TOML: {error}.") from None

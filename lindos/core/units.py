@@ -25,9 +25,9 @@ def bytes_of_text(text: str | int) -> int:
     Raises:
         InputError: the text is no size.
     """
-    if isinstance(text, int):
+    if isinstance(text, int) and text >= 0:
         return text
-    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]{1,2})?)\s*([A-Za-z]*)\s*", str(text))
     if not match or match[2].lower() not in _SIZES:
         raise InputError(f"a size is a number and a unit, like '60GiB' or '500MB'; got {text!r}.")
     return int(float(match[1]) * _SIZES[match[2].lower()])

@@ -1,0 +1,1 @@
+"""One optimizer class around the user's own, and one norm function."""

@@ -36,9 +36,10 @@ class Crossing:
         self.shared = ops.Shared(world, AXIS)
         self.local_logits = False
         self.on_inner = False  # the last border crossed led into P: dropout then sees local features
+        self.place = (0, 0)  # this rank's first feature and first head of P, as the last column left them
 
-    def enter(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        self.on_inner = True
+    def enter(self, x: torch.Tensor, name: str, place: tuple[int, int] = (0, 0)) -> torch.Tensor:
+        self.on_inner, self.place = True, place
         return self.shared.enter(x, name)
 
     def leave(self, x: torch.Tensor, name: str) -> torch.Tensor:
@@ -77,11 +78,23 @@ def _column(module: nn.Module, name: str, rule: Rule, crossing: Crossing, heads:
         blocks = rule.blocks if isinstance(rule.blocks, tuple) else (module.nf // rule.blocks,) * rule.blocks
         pieces = inner_pieces(module.nf, parts, blocks, heads, rule.heads)
         module.nf = sum(b - a for a, b in pieces[rank])  # Conv1D shapes its output by it
+    place = _place(module, rule, crossing, heads)
 
     def forward(x: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
-        return own(crossing.enter(x, name), *rest, **options)
+        return own(crossing.enter(x, name, place), *rest, **options)
 
     return forward
+
+
+def _place(module: nn.Module, rule: Rule, crossing: Crossing, heads: Heads | None) -> tuple[int, int]:
+    """First feature and first query head of this rank behind a column."""
+    parts, rank = crossing.world.mesh.size(AXIS), crossing.world.mesh.coordinate(AXIS)
+    if heads:
+        first = sum(heads.counts()[:rank])
+        return first * heads.size, first
+    blocks = len(rule.blocks) if isinstance(rule.blocks, tuple) else rule.blocks
+    width = module.weight.shape[output_dim(module)] // blocks  # type: ignore[union-attr,index]
+    return sum(near_even(width, parts)[:rank]), 0
 
 
 def _matmul(module: nn.Module, name: str) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -1,0 +1,199 @@
+"""What happens around the model's own forward: labels taken out, logits kept local, the loss made by one rule."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from lindos.booster import batch as batches
+from lindos.booster.compose import Plan
+from lindos.booster.loss import GlobalMean, Loss, Sums
+from lindos.core.errors import InputError
+from lindos.parallel.dropout import Dropout, has_dropout
+
+
+class Calls:
+    """The boosted model's forward.
+
+    Attributes:
+        step: number of the step, a part of dropout's key.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan, loss: Loss) -> None:
+        self.model, self.plan, self.loss = model, plan, loss
+        self.step = 0
+        self._own = functools.partial(type(model).forward, model)
+        self._inside = False
+        self.dropout: Dropout | None = None
+        if has_dropout(model):
+            self.dropout = Dropout(plan.world.seed, self._inner)
+            self.dropout.watch(model)
+        model.forward = self.forward  # type: ignore[method-assign]
+
+    def _inner(self) -> tuple[int, int] | None:
+        crossing = self.plan.tensor.crossing if self.plan.tensor else None
+        return crossing.place if crossing is not None and crossing.on_inner else None
+
+    @contextmanager
+    def local_logits(self, local: bool) -> Iterator[None]:
+        crossing = self.plan.tensor.crossing if self.plan.tensor else None
+        if crossing is None:
+            yield
+            return
+        before, crossing.local_logits = crossing.local_logits, local
+        try:
+            yield
+        finally:
+            crossing.local_logits = before
+
+    @contextmanager
+    def dropping(self, micro: Mapping[str, Any], first_row: int) -> Iterator[None]:
+        """Keyed dropout for the forward and backward of one call."""
+        if self.dropout is None or not self.model.training:
+            with nullcontext():
+                yield
+            return
+        first = next(
+            (v for k, v in micro.items() if isinstance(v, torch.Tensor) and k in ("input_ids", "inputs_embeds")), None
+        )
+        first = first if first is not None else next(v for v in micro.values() if isinstance(v, torch.Tensor))
+        self.dropout.begin(self.step, first_row, first.shape[0], first.shape[1] if first.dim() > 1 else 1)
+        with self.dropout:
+            yield
+
+    def sums(self, micro: Mapping[str, Any]) -> tuple[Sums, torch.Tensor | None]:
+        """Forward of one micro-batch inside a step: its sum of losses and the accepted auxiliary loss."""
+        inputs = dict(micro)
+        if self.loss.kind != "custom" or "labels" not in self._accepted():
+            inputs.pop("labels", None)
+        self._inside = True
+        try:
+            with self.local_logits(self.loss.local_logits):
+                outputs = self.model(**inputs, **self._no_cache())
+        finally:
+            self._inside = False
+        return self.loss.sums(outputs, micro, self.plan.world), self.loss.extra(outputs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward as the user calls it.
+
+        With labels (and no loss of the user's own): `.loss` is the mean over the valid positions of all ranks in this
+        call, its backward scaled so that the mean over ranks is exact; `.logits` is None. Without: whole logits.
+
+        Communicates: with labels, an all_gather of 4 numbers over the world and an all_reduce of 1 over dp and sp; besides
+        what the plan's axes do.
+        """
+        if self._inside:
+            return self._own(*args, **kwargs)
+        labels = kwargs.get("labels")
+        if labels is None or self.loss.kind in ("custom", None):
+            return self._plain(args, kwargs)
+        if args:
+            raise InputError("call the model with keywords, model(**batch), when labels are given.")
+        joined = Joined.of(kwargs, self.loss, self.plan)
+        with self.dropping(kwargs, joined.first_row):
+            sums, extra = self.sums(kwargs)
+        mesh = self.plan.world.mesh
+        factor = mesh.size(("dp", "sp"))
+        loss = GlobalMean.apply(sums.total, joined.count, factor, self.plan.world, ("dp", "sp"))
+        if extra is not None:
+            loss = loss + GlobalMean.apply(extra, factor, factor, self.plan.world, ("dp", "sp"))
+        return _output(loss)
+
+    def _plain(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        tensors = {**{str(i): a for i, a in enumerate(args)}, **kwargs}
+        tensors = {k: v for k, v in tensors.items() if isinstance(v, torch.Tensor)}
+        first_row = 0
+        if self.dropout is not None and self.model.training and tensors:
+            rows = next(iter(tensors.values())).shape[0]
+            first_row = sum(
+                self.plan.world.all_gather(
+                    torch.tensor([rows], device=self.plan.world.device), "dp", 0, "rows"
+                ).tolist()[: self.plan.world.mesh.coordinate("dp")]
+            )
+        with self.local_logits(False), self.dropping(tensors, first_row) if tensors else nullcontext():
+            return self._own(*args, **kwargs)
+
+    @functools.cache  # noqa: B019 - one small answer for the life of the model
+    def _accepted(self) -> frozenset[str]:
+        import inspect
+
+        return frozenset(inspect.signature(type(self.model).forward).parameters)
+
+    def _no_cache(self) -> dict[str, Any]:
+        return (
+            {"use_cache": False}
+            if "use_cache" in self._accepted()
+            or "kwargs" in self._accepted()
+            and self.loss.kind == "causal"
+            and hasattr(getattr(self.model, "config", None), "use_cache")
+            else {}
+        )
+
+
+class Joined:
+    """What all ranks' shares of one call add up to, agreed before any gradient exists.
+
+    Attributes:
+        count: valid positions over dp and sp; None where only the user's loss can tell.
+        first_row: index of this rank's first row among the rows of all dp ranks.
+    """
+
+    def __init__(self, count: int | None, first_row: int, rows: int) -> None:
+        self.count, self.first_row, self.rows = count, first_row, rows
+
+    @staticmethod
+    def of(batch: Any, loss: Loss, plan: Plan, micro_batches: int = 1) -> Joined:
+        """
+        Communicates: all_gather of 4 numbers over the world.
+
+        Raises:
+            InputError: on all ranks: a bad batch on any rank; different batches on ranks of one dp coordinate; no valid
+                position on any rank.
+        """
+        world = plan.world
+        error: InputError | None = None
+        rows, count, mark = 0, 0, 0
+        try:
+            rows = batches.rows_of(batch, micro_batches)
+            counted = loss.counted(batch)
+            count, mark = -1 if counted is None else counted, batches.digest(batch) if world.size > 1 else 0
+        except InputError as found:
+            error = found
+        mine = torch.tensor([[error is not None, rows, count, mark]], dtype=torch.int64)
+        seen = (
+            world.all_gather(mine.to(world.device), world.all, 0, "batch").tolist() if world.size > 1 else mine.tolist()
+        )
+        if any(line[0] for line in seen):
+            world.agree(error, "batch")
+        mesh = world.mesh
+        firsts = {}
+        for rank, line in enumerate(seen):
+            dp = mesh.coordinate("dp", rank)
+            first = firsts.setdefault(dp, (rank, line))
+            if line[1:] != first[1][1:]:
+                raise InputError(
+                    f"ranks {first[0]} and {rank} have dp coordinate {dp} and different batches. Ranks that differ in tp, sp and "
+                    "pp must take the same rows: shard the data by booster.mesh.coordinate('dp'), not by rank."
+                )
+        shares = [firsts[dp][1] for dp in sorted(firsts)]
+        first_row = sum(line[1] for line in shares[: mesh.coordinate("dp")])
+        if any(line[2] < 0 for line in shares):
+            return Joined(None, first_row, rows)
+        total = sum(line[2] for line in shares)
+        if total == 0:
+            raise InputError(
+                "no rank's batch has a valid position: every shifted label is -100, so there is no loss to take."
+            )
+        return Joined(total, first_row, rows)
+
+
+def _output(loss: torch.Tensor) -> Any:
+    from transformers.modeling_outputs import CausalLMOutput
+
+    return CausalLMOutput(loss=loss, logits=None)

@@ -1,0 +1,215 @@
+"""The sentence that the whole system speaks: a plan applied to a model, pass by pass."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from lindos.booster.plugins import Plugin
+from lindos.booster.precision import Precision
+from lindos.comm.world import World
+from lindos.core.errors import InputError, LindosError
+from lindos.core.ledger import Entry, Ledger
+from lindos.core.layout import Layout
+from lindos.core.rules import Rules
+from lindos.hf import rules as hf_rules
+from lindos.hf.initial import initial_values
+from lindos.hf.load import Folder
+from lindos.optim import optimizer as optim
+from lindos.parallel.data.program import Data
+from lindos.parallel.tensor.kind import Tensor
+from lindos.parallel.whole import place, take
+
+
+@dataclass
+class Plan:
+    """A model under a plan: what the booster runs.
+
+    Attributes:
+        ledger: how every tensor lies.
+        world: this process on the plan's mesh.
+        tensor: the tensor axis, with what its forwards share.
+        data: the chunk program.
+        names: parameter name by the identity of what the user gave.
+    """
+
+    ledger: Ledger
+    world: World
+    tensor: Tensor | None
+    data: Data
+    names: dict[int, str]
+
+
+def compose(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, plugin: Plugin, precision: Precision, link: World
+) -> Plan:
+    """Apply a plan to a model in place; every refusal comes before the first change.
+
+    Communicates: three exchanges through the store; no collective.
+
+    Raises:
+        LindosError: on all ranks alike.
+    """
+    mesh = plugin.mesh(link.size, link.rank)
+    world = link.on(mesh)
+    data = Data(precision.dtypes, world.device)
+    plan: Plan | None = None
+    error: LindosError | None = None
+    try:
+        names, tied = _names(model)
+        trained = optim.check(optimizer, names) if optimizer is not None else None
+        # 1. the ledger, on shapes alone
+        ledger = _ledger(model, tied, trained)
+        # 2. rules: read from the model, or written
+        tensor = _tensor(model, plugin) if mesh.size("tp") > 1 else None
+        # 3. each axis writes its columns
+        mesh = tensor.contribute(ledger, mesh) if tensor else mesh
+        mesh = data.contribute(ledger, mesh)
+        folder = _folder(model, ledger)
+        plan = Plan(ledger, link.on(mesh), tensor, data, names)
+    except LindosError as found:
+        error = found
+    world.agree(error, "boost")
+    assert plan is not None
+    # 4. all ranks hold the same weights and mean the same plan
+    _compare_weights(model, world)
+    _compare(plan.ledger.digest(), world, "the plan, the model or the optimizer differs between ranks")
+    # 5. forwards, then parameters into chunks
+    old = dict(model.named_parameters())
+    if plan.tensor:
+        plan.tensor.apply(model, plan.ledger, plan.world)
+    sources = _initial(model, folder, plan) if any(p.is_meta for p in old.values()) else iter(())
+    data.apply(model, plan.ledger, plan.world)
+    # 6. values: those that were there, then those of a folder or of the model's own rule
+    for name, parameter in old.items():
+        if not parameter.is_meta:
+            _fill(plan, name, parameter.detach())
+    for name, value in sources:
+        _fill(plan, name, value)
+    _move_buffers(model, plan.world.device)
+    # 7. the optimizer steps this rank's shards
+    if optimizer is not None:
+        optim.spread(optimizer, names, data.shards)
+    return plan
+
+
+def _names(model: nn.Module) -> tuple[dict[int, str], dict[str, tuple[str, ...]]]:
+    """Name by identity, and the other names of tied parameters."""
+    names: dict[int, str] = {}
+    tied: dict[str, tuple[str, ...]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first = names.setdefault(id(parameter), name)
+        if first != name:
+            tied[first] = (*tied.get(first, ()), name)
+    if not names:
+        raise InputError("the model has no parameters.")
+    return names, tied
+
+
+def _ledger(model: nn.Module, tied: dict[str, tuple[str, ...]], trained: set[str] | None) -> Ledger:
+    ledger = Ledger()
+    for name, parameter in model.named_parameters():
+        layout = Layout(tuple(parameter.shape))
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        wanted = parameter.requires_grad and (trained is None or name in trained)
+        if parameter.requires_grad is False and trained is not None and name in trained:
+            wanted = False
+        ledger.add(Entry(name, "parameter", "whole", dtype, layout, layout, tied=tied.get(name, ()), trained=wanted))
+    for name, buffer in model.named_buffers():
+        layout = Layout(tuple(buffer.shape))
+        ledger.add(
+            Entry(name, "buffer", "whole", str(buffer.dtype).removeprefix("torch."), layout, layout, trained=False)
+        )
+    return ledger
+
+
+def _tensor(model: nn.Module, plugin: Plugin) -> Tensor:
+    rules = Rules.read(plugin.rules) if plugin.rules is not None else hf_rules.rules_of(model)
+    return Tensor(rules, plugin.tensor).read(model, plugin.tp)
+
+
+def _folder(model: nn.Module, ledger: Ledger) -> Folder | None:
+    path = model.__dict__.get("_lindos_folder")
+    if path is None:
+        return None
+    folder = Folder(path, model)
+    shapes = {entry.name: entry.shape for entry in ledger.of("parameter")}
+    folder.check(shapes, shapes)
+    return folder
+
+
+def _initial(
+    model: nn.Module, folder: Folder | None, plan: Plan
+) -> Iterator[tuple[str, torch.Tensor | list[torch.Tensor]]]:
+    """Values for parameters on meta; computed before their modules are changed, one unit at a time."""
+    if folder is None:
+        return _peeked(initial_values(model, plan.world.seed))
+    entries = list(plan.ledger.of("parameter"))
+    return ((e.name, folder.read(e.name, e.at_rest.boxes(plan.world.mesh))) for e in entries)
+
+
+def _peeked(values: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    return itertools.chain([next(values)], values)
+
+
+def _fill(plan: Plan, name: str, value: torch.Tensor | list[torch.Tensor]) -> None:
+    entry = plan.ledger.parameter(name)
+    out = torch.zeros(
+        entry.at_rest.local_shape(plan.world.mesh), dtype=torch.float32 if isinstance(value, list) else value.dtype
+    )
+    if isinstance(value, list):
+        for part, box in zip(value, entry.at_rest.boxes(plan.world.mesh)):
+            place(part.to(out.dtype), box, out)
+    elif entry.at_rest.cuts:
+        take(value.to("cpu"), entry.at_rest, plan.world, out)
+    else:
+        out = value
+    plan.data.fill(entry.name, out)
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device:
+                module._buffers[name] = buffer.to(device)
+
+
+def _compare(digest: str, world: World, what: str) -> None:
+    if len(set(world.exchange(digest, "digest"))) > 1:
+        raise InputError(f"{what}. Every rank must run the same script with the same options.")
+
+
+def _compare_weights(model: nn.Module, world: World) -> None:
+    """A checksum of every tensor over ranks; the first that differs is named."""
+    if world.size == 1:
+        return
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    sums = {name: checksum(tensor) for name, tensor in tensors.items() if not tensor.is_meta}
+    if not sums:
+        return
+    everyone = world.exchange(sums, "weights")
+    for name in sums:
+        ranks = [rank for rank, theirs in enumerate(everyone) if theirs.get(name) != everyone[0].get(name)]
+        if ranks:
+            raise InputError(
+                f"the weights of {name!r} on rank {ranks[0]} differ from those on rank 0. All ranks must start from the same "
+                "model: seed before you build it (torch.manual_seed), or build it under lindos.lazy()."
+            )
+
+
+def checksum(tensor: torch.Tensor) -> list[int]:
+    """Two sums over the bits of a tensor, one of them weighted by position."""
+    flat = tensor.detach().contiguous().view(-1)
+    if flat.dtype == torch.bool or flat.element_size() < 4:
+        flat = flat.to(torch.float32 if flat.is_floating_point() else torch.int32)
+    words = flat.view(torch.int32)
+    plain = weighted = 0
+    for start in range(0, words.numel(), 1 << 22):
+        piece = words[start : start + (1 << 22)].long()
+        plain += int(piece.sum())
+        weighted += int((piece * (torch.arange(piece.numel(), device=piece.device) % 8191 + start % 8191 + 1)).sum())
+    return [plain, weighted]

@@ -1,0 +1,153 @@
+"""Export: the safetensors files that transformers loads. One tensor is whole at a time, files are shared out over ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lindos.checkpoint.files import DTYPES, Writer, naming, write_text
+from lindos.checkpoint.publish import publish
+from lindos.comm.world import World
+from lindos.core.errors import InputError, LindosError, nearest
+from lindos.hf.models import is_transformers
+
+FILE_BYTES = 2 << 30
+Read = Callable[[str], torch.Tensor]
+
+
+@dataclass
+class Stored:
+    """One tensor in memory and the tensors on disk that come of it."""
+
+    name: str
+    made: dict[str, tuple[int, ...]]
+
+
+def export(
+    path: str | Path, model: nn.Module, shapes: dict[str, tuple[int, ...]], read: Read, world: World, options: Any
+) -> None:
+    """Write a model folder; complete or absent.
+
+    Args:
+        shapes: full shape of every tensor to be written, by name in memory; tied ones once.
+        read: collective; gives a full tensor on every rank.
+        options: (dtype or None, tokenizer or None).
+
+    Raises:
+        CheckpointError: the folder exists or cannot be written.
+    """
+    dtype, tokenizer = dtype_of(model, options[0]), options[1]
+    plan = [Stored(name, _names_on_disk(model, name, shape)) for name, shape in shapes.items()]
+    files = _files(plan, dtype)
+
+    def write(folder: Path) -> None:
+        failed: LindosError | None = None
+        for number, members in enumerate(files):
+            file = folder / _file_name(number, len(files))
+            tensors = ((stored, read(stored.name)) for stored in members)
+            if number % world.size == world.rank and failed is None:
+                try:
+                    _write_file(file, tensors, members, model, dtype)
+                except LindosError as found:
+                    failed = found
+            for _ in tensors:  # a rank that does not write, or no longer can, still takes part in every read
+                pass
+        if failed is not None:
+            raise failed
+
+    def finish(folder: Path) -> None:
+        if len(files) > 1:
+            index = {
+                key: _file_name(n, len(files)) for n, members in enumerate(files) for s in members for key in s.made
+            }
+            write_text(
+                folder / "model.safetensors.index.json", json.dumps({"metadata": {}, "weight_map": index}, indent=1)
+            )
+        with naming(folder):
+            _write_config(model, folder, dtype)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
+
+    publish(Path(path), world, write, finish)
+
+
+def _write_file(
+    file: Path,
+    tensors: Iterator[tuple[Stored, torch.Tensor]],
+    members: list[Stored],
+    model: nn.Module,
+    dtype: torch.dtype,
+) -> None:
+    announced = {key: (shape, dtype) for stored in members for key, shape in stored.made.items()}
+    writer = Writer(file, announced, {"format": "pt"})
+    for stored, full in tensors:
+        made = _on_disk(model, stored.name, full)
+        for key in stored.made:
+            writer.put(key, made[key].to(dtype).contiguous())
+    writer.close()
+
+
+def dtype_of(model: nn.Module, dtype: Any) -> torch.dtype:
+    """The dtype of an export: as asked, else the config's, else fp32.
+
+    Raises:
+        InputError: no floating dtype of that name.
+    """
+    if dtype is None:
+        config = getattr(model, "config", None)
+        dtype = getattr(config, "dtype", None) or torch.float32
+    short = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
+    made = getattr(torch, short.get(dtype, dtype), None) if isinstance(dtype, str) else dtype
+    if made not in DTYPES or not made.is_floating_point:
+        raise InputError(f"export dtype={dtype!r}: {nearest(str(dtype), short)}.")
+    return made
+
+
+def _files(plan: list[Stored], dtype: torch.dtype) -> list[list[Stored]]:
+    files: list[list[Stored]] = [[]]
+    size = 0
+    for stored in plan:
+        its = sum(torch.Size(shape).numel() for shape in stored.made.values()) * dtype.itemsize
+        if files[-1] and size + its > FILE_BYTES:
+            files.append([])
+            size = 0
+        files[-1].append(stored)
+        size += its
+    return files
+
+
+def _file_name(number: int, count: int) -> str:
+    return "model.safetensors" if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _names_on_disk(model: nn.Module, name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    return {key: tuple(t.shape) for key, t in _on_disk(model, name, torch.empty(shape, device="meta")).items()}
+
+
+def _on_disk(model: nn.Module, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A tensor as transformers stores it: its own converters, reversed."""
+    if not is_transformers(model):
+        return {name: tensor}
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return revert_weight_conversion(model, {name: tensor})  # type: ignore[arg-type]
+
+
+def _write_config(model: nn.Module, folder: Path, dtype: torch.dtype) -> None:
+    if not is_transformers(model):
+        return
+    config: Any = model.config
+    before = (config.architectures, config.dtype)
+    config.architectures, config.dtype = [type(model).__name__], dtype
+    try:
+        config.save_pretrained(folder)
+        if getattr(model, "generation_config", None) is not None:
+            model.generation_config.save_pretrained(folder)  # type: ignore[union-attr,operator]
+    finally:
+        config.architectures, config.dtype = before
