@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,6 +93,7 @@ class Booster:
         self._scheduler: Any = None
         self._loader: Any = None
         self._settled = False
+        self._observe: Callable[[], None] | None = None  # called with this step's gradients reduced and not yet clipped
 
     # --- boost --------------------------------------------------------------------------------------------------------
 
@@ -154,6 +155,8 @@ class Booster:
         joined, totals = self._stepping.gradients(batch)
         loss, norm, count, metrics = self._stepping.settle(joined, totals)
         self._stepping.check_finite(loss, norm, batch, self._calls.step)
+        if self._observe is not None:
+            self._observe()
         self._stepping.clip(norm, self.max_norm)
         lr = self._inner.param_groups[0]["lr"] if "lr" in self._inner.param_groups[0] else None
         plan.data.attach()

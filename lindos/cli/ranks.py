@@ -24,8 +24,8 @@ def start(command: Sequence[str], count: int) -> int:
     are ended. Ranks that die with this process do not outlive it (Linux).
 
     Returns:
-        The exit code of the first rank that failed (5 where a signal killed it), 75 if any stopped after saving, 0 if all
-        are done.
+        The exit code of the first rank that failed (5 where a signal killed it), 75 if any stopped after saving, 0 if
+        all are done.
     """
     ranks = [subprocess.Popen(list(command), **_options(rank, count)) for rank, count in _places(count)]
     with _passing_on(ranks):

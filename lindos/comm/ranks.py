@@ -180,10 +180,12 @@ def _work(
         world.close()
         launch.enter(None)
         if transport == "gloo" and dist.is_initialized():
-            _leave_gloo()
+            _leave_gloo(world)
 
 
-def _leave_gloo() -> None:
+def _leave_gloo(world: World) -> None:
+    world.link.groups.clear()  # the last references: only then do connections close and peers that wait end
+    world._axes.clear()
     try:
         dist.destroy_process_group()
     except RuntimeError:  # a peer died in the middle of a collective; the group is of no more use anyway

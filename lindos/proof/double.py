@@ -8,6 +8,8 @@ brings the noise between two right plans back to about 1e-15.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,14 +24,34 @@ class Double(TorchDispatchMode):
     so in place. Casts arrive here as `aten._to_copy`, whose derivative casts back to the dtype of its input, so the
     backward is fp64 as well.
 
+    The library under proof must not be lifted with the model: `outside` runs its functions as they are, so that an
+    accumulation in fp32 that should be fp64 still shows.
+
     Example:
         >>> with Double():
         ...     torch.ones(2, dtype=torch.float64).float().dtype
         torch.float64
     """
 
+    paused = 0
+
+    def outside(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function, run as if this mode were not there."""
+
+        @functools.wraps(function)
+        def plain(*args: Any, **kwargs: Any) -> Any:
+            self.paused += 1
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.paused -= 1
+
+        return plain
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = dict(kwargs or {})
+        if self.paused:
+            return func(*args, **kwargs)
         values = tree_flatten((args, kwargs))[0]
         fresh = not any(isinstance(value, torch.Tensor) for value in values)
         if kwargs.get("dtype") is torch.float32:

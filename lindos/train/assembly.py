@@ -29,9 +29,7 @@ def model_of(section: Model, tokenizer: Tokenizer, sequence: int) -> nn.Module:
     from lindos.hf import models
 
     if section.from_weights:
-        given = [name for name in SIZES if getattr(section, name) is not None] + (
-            ["options"] if section.options else []
-        )
+        given = [name for name in (*SIZES, "options") if getattr(section, name) not in (None, ())]
         if given:
             raise InputError(f"model.from_weights keeps the sizes of its folder, got model.{given[0]}. Leave it out.")
         model = lindos.from_pretrained(section.path)

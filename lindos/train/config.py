@@ -167,7 +167,7 @@ class Log:
     """What is written beside the metrics."""
 
     sample_prompt: str = ""
-    """Start of the sample text at the end of the run."""
+    """Start of the sample text at the end of the run. Empty: the first 8 tokens of the validation split."""
     sample_tokens: int = 96
     """Length of the sample, tokens; 0: none."""
     sample_temperature: float = 0.0

@@ -293,7 +293,7 @@ def _sample(run: Run, tokenizer: Any) -> str:
     from lindos.hf import generate
 
     log = run.config.log
-    prompt = log.sample_prompt or tokenizer.eos_token or "\n"
+    prompt = log.sample_prompt or tokenizer.decode(run.validation[0]["input_ids"][:8].tolist())
     return generate.sample(
         run.model, tokenizer, prompt, log.sample_tokens, run.config.train.seed, log.sample_temperature
     )

@@ -76,7 +76,7 @@ def overlaid(base: Any, table: Mapping[str, Any], where: str = "") -> Any:
 
 
 def written(config: Config) -> str:
-    """The configuration as TOML that reads back equal; fields that are None are left out, as TOML has no word for it."""
+    """The configuration as TOML that reads back equal; TOML has no word for None, so such fields are left out."""
     tables = [f.name for f in fields(config) if is_dataclass(getattr(config, f.name))]
     lines = [f"{f.name} = {_literal(getattr(config, f.name))}" for f in fields(config) if f.name not in tables]
     for name in tables:
@@ -183,7 +183,9 @@ def _closest(flag: str, known: list[str]) -> str:
     section = flag.partition(".")[0] + "."
     same = [name for name in known if name.startswith(section)]
     found = nearest(flag, same or known)
-    return found if found.startswith("did") or not same else nearest(flag, known)
+    if same and not found.startswith("did"):
+        found = nearest(flag, known)
+    return found if same else found.partition(" Known")[0] + ". See --help"
 
 
 def _plain(box: str) -> str:

@@ -13,10 +13,10 @@ def llama_demo() -> Config:
     return Config(
         run="run/llama-demo",
         model=Model(type="llama", hidden=192, layers=4, heads=6, intermediate=512, tied=False),
-        data=Data(path=("stdlib",), tokenizer=4096, sequence=128),
-        train=Train(tokens=1_024_000, batch_tokens=1024, evaluate_every=500, save_every=500, keep=2, log_every=50),
+        data=Data(path=("stdlib",), tokenizer=2048, sequence=128),
+        train=Train(tokens=512_000, batch_tokens=1024, evaluate_every=250, save_every=250, keep=2, log_every=50),
         optim=Optim(lr=3e-3, warmup_share=0.05),
-        log=Log(sample_prompt="def ", sample_tokens=96),
+        log=Log(sample_prompt="import ", sample_tokens=96),
     )
 
 

@@ -36,7 +36,6 @@ class Data:
         self.chunks: list[Chunk] = []
         self.shards: dict[str, nn.Parameter] = {}
         self.stray: str | None = None
-        self.on_put: Callable[[str, torch.Tensor], torch.Tensor] | None = None
         self._places: dict[str, tuple[Chunk, Slot]] = {}
         self._open = self._last = False
         self._next = 0
@@ -169,8 +168,6 @@ class Data:
             if not self._open:
                 self.stray = slot.name
             elif gradient is not None:
-                if self.on_put is not None:
-                    gradient = self.on_put(slot.name, gradient)
                 chunk.put(slot, gradient, self.scale)
                 if self._last and chunk.complete and self._trained[self._next] is chunk:
                     self._advance()

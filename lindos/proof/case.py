@@ -1,0 +1,93 @@
+"""One case to be proven: the model, the plan, the data. A plain value, so that it travels to the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from lindos.booster.plugins import DDP, Gemini, HybridParallel, LowLevelZero, Plugin
+from lindos.core.errors import InputError, nearest
+from lindos.hf import models
+from lindos.hf.twin import batch, twin, twin_config
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+}
+PLUGINS: dict[str, Callable[..., Plugin]] = {
+    "ddp": DDP,
+    "hybrid": HybridParallel,
+    "zero1": lambda **axes: LowLevelZero(stage=1, **axes),
+    "zero2": lambda **axes: LowLevelZero(stage=2, **axes),
+    "gemini_auto": lambda **axes: Gemini(placement="auto", **axes),
+    "gemini_static": lambda **axes: Gemini(placement="static", **axes),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """
+    Attributes:
+        model_type: a transformers type; its twin is proven.
+        folder: a model folder whose configuration's twin is proven instead.
+        plugin: the plan.
+        dp: data-parallel size; the world is dp x tp x pp x sp.
+        overrides: generic words for the twin: heads, kv_heads, vocabulary, tied, layers, hidden, ...
+        max_norm, micro_batches, steps: of the run.
+        fault: a planted fault, for the tests of the proof itself.
+    """
+
+    model_type: str = ""
+    folder: str = ""
+    plugin: Plugin = field(default_factory=DDP)
+    dp: int = 1
+    overrides: tuple[tuple[str, Any], ...] = ()
+    max_norm: float | None = 1.0
+    micro_batches: int = 1
+    steps: int = 3
+    fault: str = ""
+
+    @property
+    def world_size(self) -> int:
+        return self.dp * self.plugin.tp * self.plugin.pp * self.plugin.sp
+
+    def model(self, dtype: torch.dtype) -> nn.Module:
+        """The twin; of one seed, so that every side starts from the same weights. fp64 twins hold fp32 values."""
+        source = models.config_of(self.folder) if self.folder else self.model_type
+        if self.folder or self.overrides:
+            source = twin_config(source, **dict(self.overrides))
+        return twin(source, seed=1, dtype=torch.float32).to(dtype)
+
+    def share(self, config: Any, step: int, dp: int) -> dict[str, torch.Tensor]:
+        """The batch of one dp rank: its own rows, length, label counts and padding, on the left in every second row."""
+        rows = max(3 + dp, self.micro_batches)
+        made = batch(config, rows, 11 + 2 * dp, seed=100 * step + dp)
+        mask = made["attention_mask"]
+        for row in range(1, rows, 2):
+            padding = int((mask[row] == 0).sum())
+            for value in made.values():
+                value[row] = value[row].roll(padding)
+            made["labels"][row, : padding + 1] = -100
+        return made
+
+
+def schedule(optimizer: torch.optim.Optimizer) -> Any:
+    """A rate that changes at every step, so that one that is not passed on shows."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+
+
+def plugin_of(name: str | None, axes: dict[str, Any]) -> Plugin:
+    """A plugin by the command line's name.
+
+    Raises:
+        InputError: no such name.
+    """
+    if name is None:
+        return HybridParallel(**axes)
+    if name not in PLUGINS:
+        raise InputError(f"plugin {name!r}: {nearest(name, PLUGINS)}.")
+    return PLUGINS[name](**axes)

@@ -1,0 +1,103 @@
+"""Prove that a plan is the same training run as one process: loss, every gradient, every weight, after real steps."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from lindos.comm.ranks import Ranks, pool
+from lindos.core.errors import InputError, LayoutError, RefusedError, RulesError
+from lindos.proof import compare
+from lindos.proof.case import OPTIMIZERS, Case, plugin_of
+from lindos.proof.causes import likely_cause
+from lindos.proof.reference import Trace
+from lindos.proof.report import Report
+from lindos.proof.sides import Side, in_one_process, numbers, on_ranks
+
+AXES = ("tp", "pp", "sp", "zero")
+
+
+def prove(
+    type: str | None = None,
+    *,
+    model: str | None = None,
+    dp: int = 1,
+    plugin: str | None = None,
+    ranks: Ranks | None = None,
+    **options: Any,
+) -> Report:
+    """Train a small twin under a plan and in one process, and compare every number.
+
+    Both sides run in fp64 with SGD and AdamW, then in fp32; dp ranks get different rows, lengths and padding; the learning
+    rate changes at every step. The reference is plain transformers and torch.
+
+    Args:
+        type: a transformers type; its default configuration, scaled down, keeps its pattern.
+        model: a model folder, whose configuration is scaled down instead.
+        dp: data-parallel size.
+        plugin: ddp, hybrid, zero1, zero2, gemini_auto or gemini_static; default by the axes.
+        ranks: a pool to run on; default the process's own.
+        **options: tp, pp, sp, zero and other fields of the plugin; micro_batches, max_norm, steps; `twin`, a dict of
+            overrides for the twin (heads, kv_heads, vocabulary, tied, ...); `fault`, a planted fault.
+
+    Returns:
+        Report with verdict "equal", "refused" or "differs".
+
+    Raises:
+        InputError: no type and no model, an option that does not exist.
+    """
+    if (type is None) == (model is None):
+        raise InputError("prove takes a type or a model folder: prove(type='llama', tp=2).")
+    made = {k: options.pop(k) for k in ("micro_batches", "max_norm", "steps", "fault") if k in options}
+    overrides = tuple(sorted((options.pop("twin", None) or {}).items()))
+    axes = {k: v for k, v in options.items() if not (k == "rules" and v is None)}
+    plan = plugin_of(plugin, axes)
+    case = Case(type or "", model or "", plan, dp, overrides, **made)
+    report = Report(case)
+    started = time.monotonic()
+    try:
+        plan.refuse_unserved()
+        _run(case, report, ranks or pool())
+    except (RefusedError, LayoutError, RulesError) as error:
+        report.verdict, report.reason = "refused", str(error)
+    report.seconds = time.monotonic() - started
+    return report
+
+
+def _run(case: Case, report: Report, ranks: Ranks) -> None:
+    for optimizer in OPTIMIZERS:
+        true = in_one_process(case, optimizer, torch.float64)
+        side = _plan_side(case, optimizer, torch.float64, ranks)
+        _judge(report, f"fp64 {optimizer}", case, side, true, compare.exact(side.trace, true))
+        if report.verdict != "equal":
+            return
+        own = in_one_process(case, optimizer, torch.float32)
+        side = _plan_side(case, optimizer, torch.float32, ranks)
+        _judge(report, f"fp32 {optimizer}", case, side, true, compare.rounded(side.trace, own, true))
+        if report.verdict != "equal":
+            return
+
+
+def _plan_side(case: Case, optimizer: str, dtype: torch.dtype, ranks: Ranks) -> Side:
+    return ranks.run(on_ranks, case.world_size, case, optimizer, dtype)[0]
+
+
+def _judge(report: Report, run: str, case: Case, side: Side, true: Trace, found: list[compare.Difference]) -> None:
+    drift = [compare.Difference(step, "replica of", name, float("nan"), 0.0) for step, name in side.drifted]
+    worst = max((d for step in range(case.steps) for d in _distances(side.trace, true, step)), key=lambda d: d[0])
+    report.runs[run] = {**numbers(side.trace), "worst": f"largest gradient distance {worst[0]:.1e} at {worst[1]}"}
+    if found or drift:
+        report.verdict, report.run, report.differences = "differs", run, (found + drift)[:20]
+        report.reason = (
+            likely_cause(case, side, true, found) if found else "replicas of a tensor are not bit-equal after a step"
+        )
+
+
+def _distances(mine: Trace, true: Trace, step: int) -> list[tuple[float, str]]:
+    whole = sum(float(g.double().square().sum()) for g in true.gradients[step].values()) ** 0.5
+    return [
+        (float((mine.gradients[step][n].double() - g.double()).norm()) / max(float(g.double().norm()), 1e-6 * whole), n)
+        for n, g in true.gradients[step].items()
+    ]
