@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from lindos.cli import leave
 from lindos.cli.arguments import count, taken
 from lindos.train.reading import configure
 
@@ -44,6 +45,7 @@ def _rank(arguments: Sequence[str], more: str) -> int:
     world.agree(error, "configuration")
     assert config is not None
     code = pretrain(config, world, lambda text: print(text, flush=True))
+    world.barrier("end")
     leave(world)
     return code
 
@@ -55,20 +57,3 @@ def _among_others() -> bool:
     from lindos.comm import launch
 
     return launch._place(os.environ)[1] > 1
-
-
-def leave(world) -> None:  # type: ignore[no-untyped-def]
-    """The end of a rank: the store lives in the first, which goes last."""
-    import time
-
-    if world.size == 1:
-        return
-    world.barrier("end")
-    store, keys = world.link.store, [f"left/{rank}" for rank in range(1, world.size)]
-    world.close()
-    if world.rank > 0:
-        store.set(f"left/{world.rank}", "1")
-        return
-    until = time.monotonic() + 10
-    while not store.check(keys) and time.monotonic() < until:
-        time.sleep(0.01)

@@ -23,19 +23,16 @@ def main(arguments: Sequence[str]) -> int:
 
     from lindos import proof
 
+    axes = {name: getattr(given, name) for name in ("tp", "pp", "sp", "zero", "rules")}
     report = proof.prove(
         type=given.type,
         model=given.model,
-        rules=given.rules,
         dp=given.dp,
-        tp=given.tp,
-        pp=given.pp,
-        sp=given.sp,
-        zero=given.zero,
         plugin=given.plugin,
         micro_batches=given.micro_batches,
         max_norm=given.max_norm,
         steps=given.steps,
+        **{name: value for name, value in axes.items() if value is not None},  # the plugin has its own defaults
     )
     print(report.text())
     if given.json:
@@ -50,7 +47,7 @@ def _parser() -> Parser:
     parser.add_argument("--all", action="store_true", help="every causal type (served later)")
     for axis, of in (("dp", "data"), ("tp", "tensor"), ("pp", "pipeline"), ("sp", "sequence")):
         parser.add_argument(f"--{axis}", type=int, default=1, help=f"{of} parallel ranks (1)")
-    parser.add_argument("--zero", type=int, default=0, help="ZeRO stage, 0 to 3 (0)")
+    parser.add_argument("--zero", type=int, default=None, help="ZeRO stage, 0 to 3 (the plugin's own)")
     parser.add_argument("--plugin", default=None, choices=PLUGINS, help="plugin that the axes are given to")
     parser.add_argument("--rules", help="TOML file of rules")
     parser.add_argument("--micro-batches", "--micro_batches", type=int, default=1, help="parts of a step (1)")

@@ -1,4 +1,4 @@
-"""Rendezvous: from torchrun, Slurm, OpenMPI or a single process to a world. The only file that reads the environment."""
+"""Rendezvous: from torchrun, Slurm, OpenMPI or a single process to a world. Only this file reads the environment."""
 
 from __future__ import annotations
 
@@ -89,8 +89,9 @@ def _first(environment: Mapping[str, str], names: tuple[str, ...], default: int 
         # Slurm sets its variables in interactive shells and batch scripts too; only a task started by srun has a step.
         if text is None or (name.startswith("SLURM") and "SLURM_STEP_ID" not in environment):
             continue
-        if not text.isdigit():
-            raise InputError(f"environment variable {name} must be a number; got {text!r}.")
+        least = 1 if names is _SIZE else 0
+        if not (text.isascii() and text.isdigit() and int(text) >= least):
+            raise InputError(f"environment variable {name} must be a number from {least}; got {text!r}.")
         return int(text)
     if default is None:
         raise InputError(

@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
@@ -68,7 +69,7 @@ class Ranks:
         """
         self._grow(size)
         self._job += 1
-        call = (job, self._job, self._store.port, size, arguments, transport, limit_seconds)
+        call = _Call(job, arguments, self._job, self._store.port, size, transport, limit_seconds)
         for rank in range(size):  # the path goes first: the job's module may lie where only the caller has looked yet
             self._pipes[rank].send((rank, sys.path, bytes(ForkingPickler.dumps(call))))
         results = self._collect(size)
@@ -137,39 +138,42 @@ def _serve(pipe: Connection) -> None:
             return
         sys.path[:] = path
         try:
-            work = pickle.loads(call)
+            read = pickle.loads(call)
         except Exception as error:
             pipe.send(RankError(f"[rank {rank}] cannot read its job: {type(error).__name__}: {error}"))
             continue
-        result = _work(rank, *work)
+        result = _work(rank, read)
         try:
             pipe.send(result)
         except (TypeError, AttributeError, ValueError, RuntimeError, pickle.PicklingError) as error:
             pipe.send(RankError(f"[rank {rank}] its result cannot travel: {error}"))
 
 
-def _work(
-    rank: int,
-    job: Job,
-    number: int,
-    port: int,
-    size: int,
-    arguments: tuple,
-    transport: str,
-    limit: float,
-) -> Any:
-    head = f"job/{number}"
-    client = dist.TCPStore("127.0.0.1", port, None, False, timeout=timedelta(seconds=60), wait_for_workers=False)
-    world = World(
-        Link(rank, size, dist.PrefixStore(head, client), transport, torch.device("cpu"), limit), Mesh.of(dp=size)
-    )
+@dataclass(frozen=True)
+class _Call:
+    """One job as it travels to its ranks."""
+
+    job: Job
+    arguments: tuple
+    number: int
+    port: int
+    size: int
+    transport: str
+    limit_seconds: float
+
+
+def _work(rank: int, call: _Call) -> Any:
+    client = dist.TCPStore("127.0.0.1", call.port, None, False, timeout=timedelta(seconds=60), wait_for_workers=False)
+    store = dist.PrefixStore(f"job/{call.number}", client)
+    link = Link(rank, call.size, store, call.transport, torch.device("cpu"), call.limit_seconds)
+    world = World(link, Mesh.of(dp=call.size))
     launch.enter(world)
     torch.manual_seed(0)
     try:
-        if transport == "gloo":
-            torch_store, longest = dist.PrefixStore(f"{head}/torch", client), timedelta(seconds=max(limit * 4, 30))
-            dist.init_process_group("gloo", store=torch_store, rank=rank, world_size=size, timeout=longest)
-        return job(world, *arguments)
+        if call.transport == "gloo":
+            torch_store, longest = dist.PrefixStore("torch", store), timedelta(seconds=max(call.limit_seconds * 4, 30))
+            dist.init_process_group("gloo", store=torch_store, rank=rank, world_size=call.size, timeout=longest)
+        return call.job(world, *call.arguments)
     except LindosError as error:
         world.link.watch.report(error)
         return error.with_traceback(None)
@@ -179,13 +183,14 @@ def _work(
     finally:
         world.close()
         launch.enter(None)
-        if transport == "gloo" and dist.is_initialized():
-            _leave_gloo(world)
+        if call.transport == "gloo" and dist.is_initialized():
+            _leave_gloo(link)
 
 
-def _leave_gloo(world: World) -> None:
-    world.link.groups.clear()  # the last references: only then do connections close and peers that wait end
-    world._axes.clear()
+def _leave_gloo(link: Link) -> None:
+    for made in link.groups.values():  # the last references: only then do connections close and peers that wait end
+        if made is not None:
+            made.group = None
     try:
         dist.destroy_process_group()
     except RuntimeError:  # a peer died in the middle of a collective; the group is of no more use anyway

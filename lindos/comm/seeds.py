@@ -1,4 +1,4 @@
-"""Seeds by name: one number for a run, and from it one for every purpose, the same on every rank and under every plan."""
+"""Seeds by name: from the one number of a run a number for every purpose, equal on every rank and under every plan."""
 
 from __future__ import annotations
 

@@ -190,7 +190,8 @@ class World:
         if self.link.transport in ("gloo", "nccl"):
             for other in self.mesh.groups(names):
                 if other not in groups:
-                    made = dist.new_group(other)
+                    # torch would sort the ranks of a product whose minor axis comes first
+                    made = dist.new_group(other, **({} if list(other) == sorted(other) else {"sort_ranks": False}))
                     if self.rank in other:
                         groups[other] = Group(made, other, other.index(self.rank), self.link.watch.check)
                     else:

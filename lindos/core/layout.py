@@ -1,6 +1,6 @@
 """Layout: which part of a tensor each rank holds. An ordered list of cuts, each acting on what the cut before left.
 
-    Layout((131, 64), (Cut("tp", 0, 4),))                 vocabulary of 131 in four even parts of 33, one line of padding
+    Layout((131, 64), (Cut("tp", 0, 4),))                vocabulary of 131 in four even parts of 33, one line of padding
     Layout((96, 64), (Cut("tp", 0, 2, fused((32, 32, 32), 2)),)) three fused blocks of 32, each cut in two
     Layout((16, 64), (Cut("tp", 0, 4, shared(2, 8, 4)),)) two kv heads of 8 held by four ranks, two neighbours each
     Layout((96, 64), (Cut("tp", 0, 2), Cut("dp", "flat", 4)))    what ZeRO does to a tensor-parallel weight
@@ -309,7 +309,7 @@ def _rectangles(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[tuple
         return
     inner = math.prod(shape[1:])
     first, last = -(-start // inner), stop // inner
-    if first > last or start // inner == (stop - 1) // inner and (start % inner or stop % inner):
+    if first > last or (start // inner == (stop - 1) // inner and (start % inner or stop % inner)):
         row = start // inner
         for rest, position in _rectangles(start - row * inner, stop - row * inner, shape[1:]):
             yield ((row, row + 1), *rest), position + row * inner

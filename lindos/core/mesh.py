@@ -1,4 +1,4 @@
-"""Mesh: the ordered named axes on which ranks stand. A pure value, so a plan for 4,096 ranks costs nothing to think about.
+"""Mesh: the ordered named axes on which ranks stand. A pure value: a plan for 4,096 ranks costs nothing to think about.
 
 A rank number is a sum of coordinate x stride over the axes, the last axis with stride 1:
 

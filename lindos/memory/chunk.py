@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-ALIGN = 16  # elements: views start on 64-byte borders
+ALIGN = 16  # elements: views start on borders of 64 bytes in fp32, of 32 in bf16
 
 
 @dataclass(frozen=True)
@@ -175,20 +175,20 @@ def pack(items: Sequence[Item], device: torch.device, limit_bytes: int | None = 
 
 
 def _fill(blocks: Iterable[list[Item]], limit: int) -> Iterable[list[Item]]:
-    """Greedy: whole blocks while they fit; a block is split where its border would waste more than 5 %."""
+    """Greedy: whole blocks while they fit; a block is split where its border would waste more than 5 %.
+
+    Only an item that is larger than the limit makes a larger chunk, of its own.
+    """
     current: list[Item] = []
     for block in blocks:
-        if current and _bytes(current) + _bytes(block) > limit:
-            if _bytes(current) >= 0.95 * limit:
-                yield current
-                current = []
-            else:
-                rest = list(block)
-                while rest and _bytes(current) + _bytes(rest[:1]) <= limit:
+        rest = list(block)
+        while _bytes(current) + _bytes(rest) > limit:
+            if _bytes(current) < 0.95 * limit:
+                while rest and (not current or _bytes(current) + _bytes(rest[:1]) <= limit):
                     current.append(rest.pop(0))
-                yield current
-                current, block = [], rest
-        current = current + list(block)
+            yield current
+            current = []
+        current = current + rest
     if current:
         yield current
 

@@ -11,14 +11,14 @@ from typing import Any, Literal
 from lindos.core.errors import InputError, nearest
 from lindos.core.units import bytes_of_text
 
-PLUGINS = ("ddp", "low_level_zero", "gemini", "gemini_auto", "gemini_static", "hybrid_parallel")
+PLUGINS = ("ddp", "zero1", "zero2", "gemini_auto", "gemini_static", "hybrid")
 
 
 @dataclass(frozen=True)
 class Parallel:
     """How the model is spread over ranks. dp is what the other axes leave: ranks / (tp x pp x sp)."""
 
-    plugin: Literal["ddp", "low_level_zero", "gemini", "gemini_auto", "gemini_static", "hybrid_parallel"] = "ddp"
+    plugin: Literal["ddp", "zero1", "zero2", "gemini_auto", "gemini_static", "hybrid"] = "ddp"
     """The plugin that the fields below fill."""
     tp: int = 1
     """Tensor parallel ranks."""
@@ -27,7 +27,7 @@ class Parallel:
     sp: int = 1
     """Sequence parallel ranks."""
     zero: int | None = None
-    """ZeRO stage, 0 to 3. None: the plugin's own (low_level_zero 1, gemini 3, others 0)."""
+    """ZeRO stage, 0 to 3. None: the plugin's own (zero1 1, zero2 2, gemini 3, others 0)."""
     zero_replicas: int = 1
     """Groups of dp that each hold all shards."""
     tensor: Literal["1d", "2d", "2.5d", "3d"] = "1d"
@@ -267,11 +267,10 @@ def plugin_of(parallel: Parallel) -> Any:
     """The plugin that the section describes; only fields that differ from their defaults are passed on.
 
     Raises:
-        InputError: an unknown name, or a field that the plugin does not take.
+        InputError: an unknown name, or a value that the plugin does not take.
     """
     import lindos
 
-    kinds = {"ddp": "DDP", "low_level_zero": "LowLevelZero", "hybrid_parallel": "HybridParallel"}
     if parallel.plugin not in PLUGINS:
         raise InputError(f"parallel.plugin {parallel.plugin!r} is unknown: {nearest(parallel.plugin, PLUGINS)}.")
     given = {f.name: getattr(parallel, f.name) for f in fields(parallel) if f.name != "plugin"}
@@ -281,14 +280,14 @@ def plugin_of(parallel: Parallel) -> Any:
     for name in ("recompute", "device_budget", "host_budget"):
         if given.get(name, "")[:1].isdigit():
             given[name] = bytes_of_text(given[name])
-    if parallel.plugin == "low_level_zero" and "zero" in given:
-        given["stage"] = given.pop("zero")
-    if parallel.plugin.startswith("gemini_"):
-        given["placement"] = parallel.plugin.removeprefix("gemini_")
-    try:
-        return getattr(lindos, kinds.get(parallel.plugin, "Gemini"))(**given)
-    except TypeError as error:
-        raise InputError(f"--plugin {parallel.plugin} does not take these fields of parallel: {error}.") from error
+    kind, _, detail = parallel.plugin.partition("_")
+    if kind in ("zero1", "zero2"):
+        if "zero" in given:
+            raise InputError(f"parallel.plugin {kind} says the ZeRO stage, got parallel.zero {given['zero']} too.")
+        return lindos.LowLevelZero(stage=int(kind[-1]), **given)
+    if kind == "gemini":
+        return lindos.Gemini(placement=detail, **given)
+    return (lindos.DDP if kind == "ddp" else lindos.HybridParallel)(**given)
 
 
 _DEFAULTS = {f.name: f.default for f in fields(Parallel)}

@@ -35,7 +35,7 @@ def test_entries_by_any_of_their_names():
     assert all(made.parameter(name) is first for name in ("embed.weight", "head.weight", "other.weight"))
     assert made.parameter("norm.weight") is second
     assert [one.name for one in made.of("parameter")] == ["embed.weight", "norm.weight"]
-    with pytest.raises(InputError, match="no parameter 'norm.wieght': did you mean 'norm.weight'"):
+    with pytest.raises(InputError, match=r"no parameter 'norm.wieght': did you mean 'norm.weight'"):
         made.parameter("norm.wieght")
     with pytest.raises(InputError, match="no parameter 'rope'"):
         made.parameter("rope")

@@ -10,7 +10,14 @@ from lindos.core.units import bytes_of_text, text_of_bytes, text_of_count
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1536, "1.50 KiB"), (2**30, "1.00 GiB"), (-(2**20), "-1.00 MiB"), (2**50, "1024.00 TiB")],
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1536, "1.50 KiB"),
+        (2**30, "1.00 GiB"),
+        (-(2**20), "-1.00 MiB"),
+        (2**50, "1024.00 TiB"),
+    ],
 )
 def test_text_of_bytes(count, text):
     assert text_of_bytes(count) == text
@@ -25,8 +32,8 @@ def test_bytes_there_and_back(count):
 @pytest.mark.parametrize(
     ("text", "count"),
     [
-        ("60GiB", 60 * 2**30), ("1.5 GB", 1_500_000_000), ("500MB", 500_000_000), (" .5 kib ", 512), ("17", 17), (17, 17),
-        ("1e3", 1000), ("2e1 kB", 20_000), ("3b", 3), ("2TB", 2 * 10**12), (0, 0),
+        ("60GiB", 60 * 2**30), ("1.5 GB", 1_500_000_000), ("500MB", 500_000_000), (" .5 kib ", 512), ("17", 17),
+        (17, 17), ("1e3", 1000), ("2e1 kB", 20_000), ("3b", 3), ("2TB", 2 * 10**12), (0, 0),
     ],
 )  # fmt: skip
 def test_bytes_of_text(text, count):
@@ -40,7 +47,8 @@ def test_no_size(text):
 
 
 @pytest.mark.parametrize(
-    ("count", "text"), [(0, "0"), (999, "999"), (8_400_000, "8.40 M"), (1_500, "1.50 K"), (7e9, "7.00 G"), (2e13, "20.00 T")]
+    ("count", "text"),
+    [(0, "0"), (999, "999"), (8_400_000, "8.40 M"), (1_500, "1.50 K"), (7e9, "7.00 G"), (2e13, "20.00 T")],
 )
 def test_text_of_count(count, text):
     assert text_of_count(count) == text

@@ -9,7 +9,7 @@ import pytest
 
 from lindos.core.errors import InputError
 from lindos.train import config as sections
-from lindos.train.config import Config, Data, Parallel, Train, check, steps_of
+from lindos.train.config import Config, Data, Parallel, Train, check, plugin_of, steps_of
 from lindos.train.reading import configure, overlaid, written
 from lindos.train.recipes import RECIPES, recipe
 
@@ -136,3 +136,33 @@ def test_steps_that_do_not_divide_name_what_does():
 def test_overlaid_keeps_the_rest():
     assert overlaid(Config(), {"train": {"seed": 1}}) == Config(train=Train(seed=1))
     check(Config())
+
+
+@pytest.mark.parametrize(
+    ("words", "fields"),
+    [
+        ("--plugin ddp --parallel.tp 2", {"name": "DDP", "tp": 2, "zero": 0}),
+        ("--plugin zero2", {"name": "LowLevelZero", "zero": 2}),
+        (
+            "--plugin gemini_auto --parallel.device_budget 1GiB",
+            {"placement": "auto", "device_budget": 2**30, "zero": 3},
+        ),
+        ("--plugin gemini_static --parallel.host_fraction 0.5", {"placement": "static", "host_fraction": 0.5}),
+        ("--plugin hybrid --parallel.pp 2 --parallel.recompute full", {"pp": 2, "recompute": "full"}),
+        ("--plugin hybrid --parallel.sequence split_gather,ring", {"sequence": ("split_gather", "ring")}),
+    ],
+)
+def test_the_plugin_that_the_section_describes(words, fields):
+    plugin = plugin_of(configure(words.split()).parallel)
+    assert {name: getattr(plugin, name) for name in fields} == fields
+
+
+def test_a_plugin_that_says_its_stage_takes_no_other():
+    with pytest.raises(InputError, match="says the ZeRO stage"):
+        plugin_of(Parallel(plugin="zero1", zero=2))
+
+
+def test_every_field_of_a_plugin_has_a_flag():
+    plugin = plugin_of(Parallel())
+    missing = {f.name for f in fields(plugin)} - {f.name for f in fields(Parallel)}
+    assert missing == {"name", "placement", "ep"}  # said by --plugin, or reserved

@@ -15,7 +15,7 @@ import pytest
 
 from lindos.train.metrics import read
 
-WORDS = "the a cat dog bird tree house sat ran flew on under over red blue green slow fast and then".split()
+WORDS = ["the", "a", "cat", "dog", "bird", "tree", "house", "sat", "ran", "on", "under", "red", "blue", "slow"]
 SIZES = {
     "data.tokenizer": 300,
     "data.sequence": 16,
