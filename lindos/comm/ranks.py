@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import lru_cache
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -162,9 +163,14 @@ class _Call:
     limit_seconds: float
 
 
+@lru_cache(maxsize=1)
+def _client(port: int) -> Any:
+    """This process's connection to the pool's store, kept for all of its jobs."""
+    return dist.TCPStore("127.0.0.1", port, None, False, timeout=timedelta(seconds=60), wait_for_workers=False)
+
+
 def _work(rank: int, call: _Call) -> Any:
-    client = dist.TCPStore("127.0.0.1", call.port, None, False, timeout=timedelta(seconds=60), wait_for_workers=False)
-    store = dist.PrefixStore(f"job/{call.number}", client)
+    store = dist.PrefixStore(f"job/{call.number}", _client(call.port))
     link = Link(rank, call.size, store, call.transport, torch.device("cpu"), call.limit_seconds)
     world = World(link, Mesh.of(dp=call.size))
     launch.enter(world)

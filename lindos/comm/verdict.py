@@ -31,10 +31,12 @@ class Step:
     name: str
     shape: tuple[int, ...]
     dtype: Any
+    detail: str | int = ""
 
     def text(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"{self.op} #{self.number} {self.name!r} over {','.join(self.axes)} {list(self.shape)} {dtype}"
+        op = f"{self.op}({self.detail})" if self.detail != "" else self.op
+        return f"{op} #{self.number} {self.name!r} over {','.join(self.axes)} {list(self.shape)} {dtype}"
 
 
 class Watch:

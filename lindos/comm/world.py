@@ -74,11 +74,15 @@ class World:
 
         Communicates: all_reduce of x over axes, 2 (n-1)/n of its elements a rank.
         """
+        if op not in ("sum", "max"):
+            raise InputError(f"all_reduce {name!r} knows 'sum' and 'max'; got op={op!r}.")
         x = x.contiguous()
         if fresh and self.mesh.size(axes) == 1:
             return x.clone()
         out = torch.empty_like(x) if fresh else x
-        self._call("all_reduce", x, axes, name, x.numel(), lambda group, s: group.all_reduce(out, x, s, op), op)
+        self._call(
+            "all_reduce", x, axes, name, x.numel(), lambda group, s: group.all_reduce(out, x, s, op), op * (op != "sum")
+        )
         return out
 
     def all_gather(self, x: torch.Tensor, axes: Axes, dim: int, name: str) -> torch.Tensor:
@@ -159,7 +163,7 @@ class World:
             sign = self._signatures[key] = zlib.crc32(repr(key).encode())
         if record.recording():
             record.note(record.Call(op, names, name, elements, x.dtype, len(ranks)))
-        step = Step(number, op, names, name, tuple(x.shape), x.dtype)
+        step = Step(number, op, names, name, tuple(x.shape), x.dtype, detail)
         watch = link.watch
         watch.enter(step)
         try:

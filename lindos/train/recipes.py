@@ -9,14 +9,18 @@ from lindos.train.config import Config, Data, Log, Model, Optim, Train
 
 
 def llama_demo() -> Config:
-    """A small Llama on Python's standard library: minutes on two CPU cores, no download."""
+    """A small Llama on Python's standard library: minutes on two CPU cores, no download.
+
+    Rate and batch keep the run calm: rounding that differs between plans stays below 1e-5 of the loss for hundreds of
+    steps, where half the batch at 3e-3 lets it grow to 1e-2.
+    """
     return Config(
         run="run/llama-demo",
-        model=Model(type="llama", hidden=192, layers=4, heads=6, intermediate=512, tied=False),
+        model=Model(type="llama", hidden=128, layers=2, heads=4, intermediate=384, tied=False),
         data=Data(path=("stdlib",), tokenizer=2048, sequence=128),
-        train=Train(tokens=512_000, batch_tokens=1024, evaluate_every=250, save_every=250, keep=2, log_every=50),
-        optim=Optim(lr=3e-3, warmup_share=0.05),
-        log=Log(sample_prompt="import ", sample_tokens=96),
+        train=Train(tokens=819_200, batch_tokens=2048, evaluate_every=200, save_every=200, keep=2, log_every=50),
+        optim=Optim(lr=2e-3, warmup_share=0.1),
+        log=Log(sample_prompt="def", sample_tokens=96),
     )
 
 

@@ -73,6 +73,8 @@ def test_one_rank_is_plain():
     assert not seen.calls
     assert world.exchange(7, "f") == [7]
     world.barrier("g")
+    with pytest.raises(InputError, match="knows 'sum' and 'max'; got op='mean'"):
+        world.all_reduce(x, "dp", "h", op="mean")
     with pytest.raises(InputError, match="mine"):
         world.agree(InputError("mine"), "h")
 

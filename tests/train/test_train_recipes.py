@@ -36,6 +36,6 @@ def test_llama_sizes(name, parameters, tokens, lr):
 def test_every_size_of_a_recipe_reaches_the_model():
     config = recipe("llama-demo")
     made = config_of(config.model, None, config.data.sequence)
-    assert (made.hidden_size, made.num_hidden_layers, made.head_dim) == (192, 4, 32)
-    assert made.num_key_value_heads == made.num_attention_heads == 6
+    assert (made.hidden_size, made.num_hidden_layers, made.head_dim) == (128, 2, 32)
+    assert made.num_key_value_heads == made.num_attention_heads == 4
     assert made.max_position_embeddings == config.data.sequence
