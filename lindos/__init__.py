@@ -7,15 +7,34 @@ model, optimizer, loader, scheduler = booster.boost(model, optimizer, loader, sc
 for batch in loader: booster.step(batch)
 """
 
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from lindos.booster.booster import Booster
-from lindos.booster.lazy import from_pretrained, lazy
-from lindos.booster.loss import per_token
-from lindos.booster.plugins import DDP, Gemini, HybridParallel, LowLevelZero
-from lindos.comm.launch import launch
-from lindos.core import errors
+if TYPE_CHECKING:
+    from lindos.booster.booster import Booster
+    from lindos.booster.lazy import from_pretrained, lazy
+    from lindos.booster.loss import per_token
+    from lindos.booster.plugins import DDP, Gemini, HybridParallel, LowLevelZero
+    from lindos.comm.launch import launch
+    from lindos.core import errors
+    from lindos.proof.prove import prove
 
+__version__ = "0.1.0"
+
+# Each public name and where it lives. torch is imported with the first of them, so that `lindos --help` is quick.
+_HOMES = {
+    "DDP": "lindos.booster.plugins",
+    "Booster": "lindos.booster.booster",
+    "Gemini": "lindos.booster.plugins",
+    "HybridParallel": "lindos.booster.plugins",
+    "LowLevelZero": "lindos.booster.plugins",
+    "errors": "lindos.core",
+    "from_pretrained": "lindos.booster.lazy",
+    "launch": "lindos.comm.launch",
+    "lazy": "lindos.booster.lazy",
+    "per_token": "lindos.booster.loss",
+    "prove": "lindos.proof.prove",
+}
 __all__ = [
     "DDP",
     "Booster",
@@ -29,11 +48,14 @@ __all__ = [
     "per_token",
     "prove",
 ]
-__version__ = "0.1.0"
 
 
-def prove(*args: Any, **options: Any) -> Any:
-    """Train a model under a plan and in one process, and compare every number. See `lindos.proof.prove`."""
-    from lindos.proof import prove as run
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'lindos' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    return value
 
-    return run(*args, **options)
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -14,6 +15,7 @@ from lindos.booster import batch as batches
 from lindos.booster.compose import Plan
 from lindos.booster.loss import GlobalMean, Loss, Sums
 from lindos.core.errors import InputError
+from lindos.hf import models
 from lindos.parallel.dropout import Dropout, has_dropout
 
 
@@ -103,37 +105,29 @@ class Calls:
         loss = GlobalMean.apply(sums.total, joined.count, factor, self.plan.world, ("dp", "sp"))
         if extra is not None:
             loss = loss + GlobalMean.apply(extra, factor, factor, self.plan.world, ("dp", "sp"))
-        return _output(loss)
+        return models.output_of(loss)
 
     def _plain(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         tensors = {**{str(i): a for i, a in enumerate(args)}, **kwargs}
         tensors = {k: v for k, v in tensors.items() if isinstance(v, torch.Tensor)}
-        first_row = 0
-        if self.dropout is not None and self.model.training and tensors:
-            rows = next(iter(tensors.values())).shape[0]
-            first_row = sum(
-                self.plan.world.all_gather(
-                    torch.tensor([rows], device=self.plan.world.device), "dp", 0, "rows"
-                ).tolist()[: self.plan.world.mesh.coordinate("dp")]
-            )
+        first_row = self._first_row(tensors) if self.dropout is not None and self.model.training and tensors else 0
         with self.local_logits(False), self.dropping(tensors, first_row) if tensors else nullcontext():
             return self._own(*args, **kwargs)
 
-    @functools.cache  # noqa: B019 - one small answer for the life of the model
-    def _accepted(self) -> frozenset[str]:
-        import inspect
+    def _first_row(self, tensors: dict[str, torch.Tensor]) -> int:
+        """Rows of the dp ranks before this one, for dropout's key."""
+        world = self.plan.world
+        mine = torch.tensor([next(iter(tensors.values())).shape[0]], device=world.device)
+        return sum(world.all_gather(mine, "dp", 0, "rows").tolist()[: world.mesh.coordinate("dp")])
 
+    def _accepted(self) -> frozenset[str]:
+        """Names of the arguments that the model's own forward takes."""
         return frozenset(inspect.signature(type(self.model).forward).parameters)
 
     def _no_cache(self) -> dict[str, Any]:
-        return (
-            {"use_cache": False}
-            if "use_cache" in self._accepted()
-            or "kwargs" in self._accepted()
-            and self.loss.kind == "causal"
-            and hasattr(getattr(self.model, "config", None), "use_cache")
-            else {}
-        )
+        """Generation's cache is of no use in a loss and costs memory."""
+        config = getattr(self.model, "config", None)
+        return {"use_cache": False} if self.loss.kind == "causal" and hasattr(config, "use_cache") else {}
 
 
 class Joined:
@@ -191,9 +185,3 @@ class Joined:
                 "no rank's batch has a valid position: every shifted label is -100, so there is no loss to take."
             )
         return Joined(total, first_row, rows)
-
-
-def _output(loss: torch.Tensor) -> Any:
-    from transformers.modeling_outputs import CausalLMOutput
-
-    return CausalLMOutput(loss=loss, logits=None)

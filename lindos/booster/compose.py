@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -13,8 +12,8 @@ from lindos.booster.plugins import Plugin
 from lindos.booster.precision import Precision
 from lindos.comm.world import World
 from lindos.core.errors import InputError, LindosError
-from lindos.core.ledger import Entry, Ledger
 from lindos.core.layout import Layout
+from lindos.core.ledger import Entry, Ledger
 from lindos.core.rules import Rules
 from lindos.hf import rules as hf_rules
 from lindos.hf.initial import initial_values
@@ -80,9 +79,9 @@ def compose(
     _compare(plan.ledger.digest(), world, "the plan, the model or the optimizer differs between ranks")
     # 5. forwards, then parameters into chunks
     old = dict(model.named_parameters())
+    sources = _initial(model, folder, plan) if any(p.is_meta for p in old.values()) else iter(())
     if plan.tensor:
         plan.tensor.apply(model, plan.ledger, plan.world)
-    sources = _initial(model, folder, plan) if any(p.is_meta for p in old.values()) else iter(())
     data.apply(model, plan.ledger, plan.world)
     # 6. values: those that were there, then those of a folder or of the model's own rule
     for name, parameter in old.items():
@@ -147,13 +146,9 @@ def _initial(
 ) -> Iterator[tuple[str, torch.Tensor | list[torch.Tensor]]]:
     """Values for parameters on meta; computed before their modules are changed, one unit at a time."""
     if folder is None:
-        return _peeked(initial_values(model, plan.world.seed))
+        return initial_values(model, plan.world.seed)
     entries = list(plan.ledger.of("parameter"))
     return ((e.name, folder.read(e.name, e.at_rest.boxes(plan.world.mesh))) for e in entries)
-
-
-def _peeked(values: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    return itertools.chain([next(values)], values)
 
 
 def _fill(plan: Plan, name: str, value: torch.Tensor | list[torch.Tensor]) -> None:

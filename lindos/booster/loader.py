@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, RandomSampler, Sampler, SequentialSampler
 
+from lindos.booster.batch import IGNORED
 from lindos.comm.seeds import seed_of
 from lindos.core.errors import InputError
-from lindos.booster.batch import IGNORED
 
 
 class Order(Sampler[list[int]]):

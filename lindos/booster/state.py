@@ -18,6 +18,7 @@ from lindos.checkpoint import save as saving
 from lindos.checkpoint.save import Piece
 from lindos.core.errors import CheckpointError, InputError, LindosError, RefusedError
 from lindos.core.layout import Layout
+from lindos.hf import models
 
 
 @dataclass
@@ -120,8 +121,6 @@ def _by_name(plan: Plan, parts: Parts) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _facts(plan: Plan, parts: Parts) -> dict[str, Any]:
-    import transformers
-
     scalars = {
         name: {
             k: float(v) for k, v in state.items() if isinstance(v, int | float) or (torch.is_tensor(v) and v.dim() == 0)
@@ -137,7 +136,7 @@ def _facts(plan: Plan, parts: Parts) -> dict[str, Any]:
         "scalars": scalars,
         "scheduler": None if parts.scheduler is None else parts.scheduler.state_dict(),
         "loader": None if parts.loader is None else parts.loader.cursor(),
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "versions": {"torch": torch.__version__, "transformers": models.version()},
     }
     try:
         json.dumps(facts)

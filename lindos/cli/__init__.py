@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
-import threading
-import time
 import traceback
 from collections.abc import Sequence
 from importlib import import_module
@@ -76,7 +73,7 @@ def _report(error: LindosError) -> None:
     if world is None or world.rank == 0 or _speaks_for_first(world, error):
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
     if world is not None:
-        leave(world)
+        sys.modules["lindos.comm.launch"].leave(world)
 
 
 def _speaks_for_first(world: object, error: LindosError) -> bool:
@@ -94,31 +91,10 @@ def _crash(error: Exception) -> None:
     sys.stderr.write(title + "".join(traceback.format_exception(error)))  # in one piece, as other ranks write too
     sys.stderr.flush()
     if world is not None:
-        leave(world)
-
-
-def leave(world, seconds: float = 5.0) -> None:  # type: ignore[no-untyped-def]
-    """The end of a rank. The first keeps the store, so it goes last; a rank that is stuck is waited for in vain.
-
-    The thread that answers for this rank is ended first: inside the store's C++ it would abort the process at its exit.
-    """
-    if world.size == 1:
-        return
-    world.close()
-    for thread in threading.enumerate():
-        if thread.name == "lindos-watch":
-            thread.join(timeout=2)
-    store, keys = world.link.store, [f"left/{rank}" for rank in range(1, world.size)]
-    until = time.monotonic() + seconds
-    with contextlib.suppress(Exception):  # the store is gone with the rank that kept it: nobody is left to tell
-        if world.rank > 0:
-            store.set(f"left/{world.rank}", "1")
-        while world.rank == 0 and not store.check(keys) and time.monotonic() < until:
-            time.sleep(0.01)
+        sys.modules["lindos.comm.launch"].leave(world)
 
 
 def _world():  # type: ignore[no-untyped-def]
     """The world of this process, where there is one."""
     launching = sys.modules.get("lindos.comm.launch")
-    worlds = launching._process if launching else []
-    return worlds[0] if worlds else None
+    return launching.launched() if launching else None

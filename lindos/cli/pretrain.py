@@ -52,8 +52,7 @@ def _rank(arguments: Sequence[str], more: str) -> int:
 
 def _among_others() -> bool:
     """Whether this process was started as one of several."""
-    import os
 
     from lindos.comm import launch
 
-    return launch._place(os.environ)[1] > 1
+    return launch.place()[1] > 1

@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _torchrun(words: list[str], number: int) -> int:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={number}"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={number}", "--"]
     environment = {**os.environ}
     environment.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // number)))
     process = subprocess.Popen([*command, *words], env=environment, start_new_session=True)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -21,6 +24,7 @@ _SIZE = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
 _LOCAL = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
 _current = threading.local()
 _process: list[World] = []
+_left: list[World] = []
 
 
 def launch(seed: int = 0, timeout_seconds: float = 600) -> World:
@@ -40,7 +44,7 @@ def launch(seed: int = 0, timeout_seconds: float = 600) -> World:
         raise InputError("lindos.launch() is called once in a process; it was called before.")
     if not timeout_seconds > 0:
         raise InputError(f"timeout_seconds must be positive; got {timeout_seconds!r}.")
-    rank, size, local = _place(os.environ)
+    rank, size, local = place()
     device = device_of(local)
     torch.manual_seed(seed)
     store = _store(rank, size, timeout_seconds) if size > 1 else dist.HashStore()
@@ -60,6 +64,26 @@ def current() -> World:
     return world or (_process[0] if _process else launch())
 
 
+def launched() -> World | None:
+    """The world of this process, if there is one yet."""
+    return _process[0] if _process else None
+
+
+def leave(world: World, seconds: float = 5.0) -> None:
+    """The end of a rank. The first keeps the store, so it goes last; a rank that is stuck is waited for in vain."""
+    world.close()
+    if world.size == 1 or world in _left:
+        return
+    _left.append(world)
+    store, keys = world.link.store, [f"left/{rank}" for rank in range(1, world.size)]
+    until = time.monotonic() + seconds
+    with contextlib.suppress(Exception):  # the store is gone with the rank that kept it: nobody is left to tell
+        if world.rank > 0:
+            store.set(f"left/{world.rank}", "1")
+        while world.rank == 0 and not store.check(keys) and time.monotonic() < until:
+            time.sleep(0.02)
+
+
 def enter(world: World | None) -> None:
     """Make a world current for this thread: for pools and threaded groups."""
     _current.world = world
@@ -75,7 +99,12 @@ def device_of(local: int) -> torch.device:
     return torch.device("cpu")
 
 
-def _place(environment: Mapping[str, str]) -> tuple[int, int, int]:
+def place(environment: Mapping[str, str] = os.environ) -> tuple[int, int, int]:
+    """Rank, world size and local rank that the environment tells.
+
+    Raises:
+        InputError: it contradicts itself.
+    """
     size = _first(environment, _SIZE, 1)
     rank = _first(environment, _RANK, 0 if size == 1 else None)
     if not 0 <= rank < size:
@@ -138,3 +167,4 @@ def _tell_others_on_exit(world: World) -> None:
         before(kind, error, trace)
 
     sys.excepthook = hook
+    atexit.register(leave, world)

@@ -54,8 +54,9 @@ class Watch:
         self._main = threading.get_ident()
         self._answer = threading.Lock()
         self._answered = False
+        self._thread = threading.Thread(target=self._watch, name="lindos-watch", daemon=True)
         if size > 1:
-            threading.Thread(target=self._watch, name="lindos-watch", daemon=True).start()
+            self._thread.start()
 
     def enter(self, step: Step) -> None:
         """A collective begins; raises instead when another rank has flagged a failure."""
@@ -91,7 +92,10 @@ class Watch:
         raise RankError(f"[{self.title}] {what}.{missing and ' ' + missing}\n" + self._table(states))
 
     def close(self) -> None:
+        """End the thread: left inside the store's C++ it would abort the process at its exit."""
         self._stop.set()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(timeout=2)
 
     def _table(self, states: dict[int, dict[str, Any]]) -> str:
         here = states.get(self.rank, {}).get("inside")

@@ -11,7 +11,9 @@ from lindos.core.errors import InputError
 
 
 @torch.no_grad()
-def sample_ids(model: nn.Module, prompt_ids: list[int], tokens: int, seed: int = 0, temperature: float = 0.0) -> list[int]:
+def sample_ids(
+    model: nn.Module, prompt_ids: list[int], tokens: int, seed: int = 0, temperature: float = 0.0
+) -> list[int]:
     """Token ids after a prompt, until `tokens` of them or the end-of-text id.
 
     Args:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -17,26 +18,41 @@ from lindos.core.errors import RefusedError
 from lindos.hf.models import is_transformers
 
 
+@dataclass
+class _Unit:
+    """One unit as it was before the plan changed it: on meta, so that the copy costs nothing."""
+
+    name: str
+    module: nn.Module
+    parameters: list[str]
+
+
 def initial_values(model: nn.Module, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, full fp32 value) of every parameter that is on meta, unit by unit; tied ones once.
+
+    What has no value is noted at the call, the values are made as the iterator is read: the model may be cut in between.
 
     Raises:
         RefusedError: a module has parameters and no rule that initialises them.
     """
+    units, done = [], set()
+    for name, module in _units(model):
+        fresh = [suffix for suffix, p in module.named_parameters() if p.is_meta and id(p) not in done]
+        done.update(id(p) for p in module.parameters())
+        if fresh:
+            units.append(_Unit(name, copy.deepcopy(module), fresh))
+    return _values(units, model, seed)
+
+
+def _values(units: list[_Unit], model: nn.Module, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
     submodels = _submodels(model)
-    done: set[int] = set()
-    with torch.random.fork_rng(devices=[]):
-        for unit, module in _units(model):
-            if all(not p.is_meta or id(p) in done for p in module.parameters()):
-                continue
-            made = _materialised(module)
-            _initialise(made, unit, seed, model, submodels)
-            for (suffix, original), (_, value) in zip(
-                module.named_parameters(remove_duplicate=False), made.named_parameters(remove_duplicate=False)
-            ):
-                if original.is_meta and id(original) not in done:
-                    done.add(id(original))
-                    yield (f"{unit}.{suffix}" if unit else suffix), value.detach()
+    for unit in units:
+        with torch.random.fork_rng(devices=[]):
+            made = _materialised(unit.module)
+            _initialise(made, unit.name, seed, model, submodels)
+        values = dict(made.named_parameters())
+        for suffix in unit.parameters:
+            yield (f"{unit.name}.{suffix}" if unit.name else suffix), values[suffix].detach()
 
 
 def _units(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -47,8 +48,10 @@ def config_of(path_or_type: str, **overrides: Any) -> Any:
         if not (folder / "config.json").is_file():
             raise DataError(f"a model folder holds config.json; {path_or_type!r} does not.")
         config = AutoConfig.from_pretrained(path_or_type)
+        make = functools.partial(AutoConfig.from_pretrained, path_or_type)
     elif path_or_type in CONFIG_MAPPING:
-        config = CONFIG_MAPPING[path_or_type]()
+        make = CONFIG_MAPPING[path_or_type]
+        config = make()
     else:
         raise InputError(
             f"{path_or_type!r} is no folder and no model type: {nearest(path_or_type, CONFIG_MAPPING)[:300]}."
@@ -67,6 +70,20 @@ def model_of(config: Any) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_config(config)
+
+
+def output_of(loss: torch.Tensor) -> Any:
+    """What a call with labels returns: the loss; logits stayed local and are not given."""
+    from transformers.modeling_outputs import CausalLMOutput
+
+    return CausalLMOutput(loss=loss, logits=None)
+
+
+def version() -> str:
+    """Of transformers."""
+    import transformers
+
+    return transformers.__version__
 
 
 def load_tokenizer(folder: str) -> Any:

@@ -65,7 +65,10 @@ def _doubled(dtype: torch.dtype) -> Iterator[None]:
         return
     double = Double()
     with ExitStack() as stack:
-        for owner, names in ((Chunk, ("put", "settle", "publish")), (World, ("all_reduce", "all_gather", "reduce_scatter"))):
+        for owner, names in (
+            (Chunk, ("put", "settle", "publish")),
+            (World, ("all_reduce", "all_gather", "reduce_scatter")),
+        ):
             for name in names:
                 stack.enter_context(patch.object(owner, name, double.outside(getattr(owner, name))))
         stack.enter_context(double)

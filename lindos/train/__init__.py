@@ -1,0 +1,1 @@
+"""Pretraining: configuration, recipes and the loop."""

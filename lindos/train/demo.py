@@ -8,7 +8,6 @@ on two cores.
 from __future__ import annotations
 
 import argparse
-import os
 import subprocess
 import sys
 import tempfile
@@ -81,8 +80,7 @@ def _pretrain(name: str, folder: Path, corpus: Path, flags: Sequence[str]) -> Ou
     words = ["pretrain", "--nproc", "2", "--recipe", RECIPE, "--data", str(corpus), "--run", str(run), *flags]
     print(f"\n--- {name}: lindos {' '.join(words)}", flush=True)
     started = time.monotonic()
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    code = subprocess.run([sys.executable, "-m", "lindos", *words], env=environment).returncode
+    code = subprocess.run([sys.executable, "-m", "lindos", *words]).returncode  # one thread a rank: --nproc sees to it
     if code:
         raise RankError(f"the run at {name} must end with 0, got exit code {code}.")
     lines = read(run / METRICS_FILE)

@@ -20,7 +20,7 @@ def llama_demo() -> Config:
         data=Data(path=("stdlib",), tokenizer=2048, sequence=128),
         train=Train(tokens=819_200, batch_tokens=2048, evaluate_every=200, save_every=200, keep=2, log_every=50),
         optim=Optim(lr=2e-3, warmup_share=0.1),
-        log=Log(sample_prompt="def", sample_tokens=96),
+        log=Log(sample_prompt="class", sample_tokens=96),
     )
 
 

@@ -33,7 +33,9 @@ def share(whole: dict[str, torch.Tensor], mesh: Any) -> dict[str, torch.Tensor]:
     return {name: value.chunk(n)[i] for name, value in whole.items()}
 
 
-def boosted(plugin: Any, dtype: torch.dtype = torch.float64, lr: float = 0.1, kind: str = "llama", **options: Any) -> tuple:
+def boosted(
+    plugin: Any, dtype: torch.dtype = torch.float64, lr: float = 0.1, kind: str = "llama", **options: Any
+) -> tuple:
     model = model_of(kind, dtype, **options.pop("twin", {}))
     optimizer = options.pop("optimizer", torch.optim.SGD)(model.parameters(), lr=lr)
     booster = lindos.Booster(plugin, **options)

@@ -115,7 +115,11 @@ def test_dropout_is_the_same_under_every_plan(ranks, kind, options):
     one = ranks.run(jobs.dropped, 1, lindos.DDP(), kind, options)[0]
     without = ranks.run(jobs.dropped, 1, lindos.DDP(), kind, {})[0]
     assert one[0] != pytest.approx(without[0], abs=1e-6)
-    for size, plugin in ((2, lindos.DDP()), (2, lindos.HybridParallel(tp=2, rules=rules)), (4, lindos.HybridParallel(tp=2, rules=rules))):
+    for size, plugin in (
+        (2, lindos.DDP()),
+        (2, lindos.HybridParallel(tp=2, rules=rules)),
+        (4, lindos.HybridParallel(tp=2, rules=rules)),
+    ):
         for mine in ranks.run(jobs.dropped, size, plugin, kind, options):
             assert mine == pytest.approx(one, abs=1e-12)
 

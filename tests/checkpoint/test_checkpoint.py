@@ -100,7 +100,12 @@ def test_a_flipped_byte_is_named(ranks, saved, tmp_path):
     [
         (lambda path: (path / "manifest.json").unlink(), "no complete checkpoint"),
         (lambda path: (path / "manifest.json").write_text((path / "manifest.json").read_text()[:500]), "truncated"),
-        (lambda path: (path / "rank-00000.safetensors").write_bytes((path / "rank-00000.safetensors").read_bytes()[:5000]), "truncated"),
+        (
+            lambda path: (path / "rank-00000.safetensors").write_bytes(
+                (path / "rank-00000.safetensors").read_bytes()[:5000]
+            ),
+            "truncated",
+        ),
         (lambda path: (path / "rank-00001.safetensors").unlink(), "rank-00001.safetensors is missing"),
         (lambda path: shutil.rmtree(path), "there is no checkpoint"),
     ],
@@ -183,5 +188,3 @@ def test_export_in_bf16_says_so(ranks, tmp_path):
     path = tmp_path / "model"
     ranks.run(jobs.export_it, 2, jobs.PLANS["tp2"][1], str(path), "llama", False, "bf16")
     assert json.loads((path / "config.json").read_text())["dtype"] == "bfloat16"
-
-

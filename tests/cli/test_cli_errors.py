@@ -94,7 +94,7 @@ def test_run_starts_ranks_of_a_script_and_maps_failures(tmp_path):
 
 def test_data_makes_a_corpus_that_is_reused(tmp_path, capsys):
     text = tmp_path / "text.txt"
-    text.write_text("the cat sat on the mat and the dog sat on the log\n" * 200)
+    text.write_text("the cat sat on the mat and the dog sat on the log\n" * 200 + " ".join(dir(str)) * 2)
     words = ["data", str(text), "--tokenizer", "300", "--out", str(tmp_path / "out")]
     for _ in range(2):
         code, shown = _run(capsys, *words)

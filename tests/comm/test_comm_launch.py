@@ -33,7 +33,7 @@ OPENMPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_
     ],
 )
 def test_place(environment, place):
-    assert launch._place(environment) == place
+    assert launch.place(environment) == place
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_place(environment, place):
 )
 def test_contradictions(environment, message):
     with pytest.raises(InputError, match=message):
-        launch._place(environment)
+        launch.place(environment)
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ def _optimizer(lr=2.0):
 def test_rises_then_falls():
     rates = [factor(step, 100, 10, 0.1) for step in range(120)]
     assert rates[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
-    assert all(a >= b for a, b in itertools.pairwise(rates))
+    assert all(a >= b for a, b in itertools.pairwise(rates[9:]))
     assert rates[100:] == [0.1] * 20
     assert rates[55] == pytest.approx(0.55)  # half way along the cosine
 
