@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Mapping
 from typing import Any
@@ -31,7 +32,8 @@ def rows_of(batch: Mapping[str, Any], micro_batches: int) -> int:
     for name, value in tensors.items():
         if value.dim() == 0 or value.shape[0] not in (1, rows):
             raise InputError(
-                f"batch[{name!r}] has shape {list(value.shape)}; dim 0 must be the {rows} rows of the batch, or 1 for a "
+                f"batch[{name!r}] has shape {list(value.shape)}; dim 0 must be the {rows} rows of the batch, or "
+                f"1 for a "
                 "tensor that goes whole to each micro-batch."
             )
     if rows < micro_batches:
@@ -57,7 +59,7 @@ def cut(batch: Mapping[str, Any], rows: int, micro_batches: int) -> list[dict[st
             name: value[a:b] if isinstance(value, torch.Tensor) and value.shape[0] == rows and rows > 1 else value
             for name, value in batch.items()
         }
-        for a, b in zip(borders, borders[1:])
+        for a, b in itertools.pairwise(borders)
     ]
 
 
@@ -79,5 +81,5 @@ def digest(batch: Mapping[str, Any]) -> int:
 
 
 def shift(labels: torch.Tensor) -> torch.Tensor:
-    """Labels aligned with the positions that predict them: shifted left by one on the full sequence, -100 at the end."""
+    """Labels aligned with the positions that predict them: shifted left by one, -100 at the end."""
     return torch.nn.functional.pad(labels[..., 1:], (0, 1), value=IGNORED)

@@ -106,8 +106,8 @@ class Booster:
             model, optimizer, loader, scheduler: what was None stays None.
 
         Raises:
-            InputError: weights differ over ranks; an optimizer of other parameters or with state; a loader that cannot be
-                made equal on all ranks.
+            InputError: weights differ over ranks; an optimizer of other parameters or with state; a loader that
+                cannot be made equal on all ranks.
             RefusedError: a model that the plan cannot run exactly.
         """
         if self._plan is not None:
@@ -158,7 +158,7 @@ class Booster:
         if self._observe is not None:
             self._observe()
         self._stepping.clip(norm, self.max_norm)
-        lr = self._inner.param_groups[0]["lr"] if "lr" in self._inner.param_groups[0] else None
+        lr = self._inner.param_groups[0].get("lr")
         plan.data.attach()
         self._inner.step()
         plan.data.publish()
@@ -339,7 +339,8 @@ def _refuse_batch_norm(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training and module.track_running_stats:
             raise RefusedError(
-                f"module {name!r} is a BatchNorm in training: its statistics are of one share of the batch, not of all. "
+                f"module {name!r} is a BatchNorm in training: its statistics are of one share of the batch, not "
+                f"of all. "
                 "Put it in eval mode, or use GroupNorm or LayerNorm."
             )
 

@@ -87,7 +87,8 @@ class Calls:
         With labels (and no loss of the user's own): `.loss` is the mean over the valid positions of all ranks in this
         call, its backward scaled so that the mean over ranks is exact; `.logits` is None. Without: whole logits.
 
-        Communicates: with labels, an all_gather of 4 numbers over the world and an all_reduce of 1 over dp and sp; besides
+        Communicates: with labels, an all_gather of 4 numbers over the world and an all_reduce of 1 over dp and sp;
+            besides
         what the plan's axes do.
         """
         if self._inside:
@@ -172,7 +173,8 @@ class Joined:
             first = firsts.setdefault(dp, (rank, line))
             if line[1:] != first[1][1:]:
                 raise InputError(
-                    f"ranks {first[0]} and {rank} have dp coordinate {dp} and different batches. Ranks that differ in tp, sp and "
+                    f"ranks {first[0]} and {rank} have dp coordinate {dp} and different batches. Ranks that "
+                    f"differ in tp, sp and "
                     "pp must take the same rows: shard the data by booster.mesh.coordinate('dp'), not by rank."
                 )
         shares = [firsts[dp][1] for dp in sorted(firsts)]

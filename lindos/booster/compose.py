@@ -19,6 +19,7 @@ from lindos.hf import rules as hf_rules
 from lindos.hf.initial import initial_values
 from lindos.hf.load import Folder
 from lindos.optim import optimizer as optim
+from lindos.parallel import products
 from lindos.parallel.data.program import Data
 from lindos.parallel.tensor.kind import Tensor
 from lindos.parallel.whole import place, take
@@ -83,6 +84,8 @@ def compose(
     if plan.tensor:
         plan.tensor.apply(model, plan.ledger, plan.world)
     data.apply(model, plan.ledger, plan.world)
+    if precision.name == "bf16" and plan.world.device.type == "cpu" and products.emulated():
+        products.install(model)
     # 6. values: those that were there, then those of a folder or of the model's own rule
     for name, parameter in old.items():
         if not parameter.is_meta:
@@ -191,7 +194,8 @@ def _compare_weights(model: nn.Module, world: World) -> None:
         ranks = [rank for rank, theirs in enumerate(everyone) if theirs.get(name) != everyone[0].get(name)]
         if ranks:
             raise InputError(
-                f"the weights of {name!r} on rank {ranks[0]} differ from those on rank 0. All ranks must start from the same "
+                f"the weights of {name!r} on rank {ranks[0]} differ from those on rank 0. All ranks must start "
+                f"from the same "
                 "model: seed before you build it (torch.manual_seed), or build it under lindos.lazy()."
             )
 

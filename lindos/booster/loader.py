@@ -1,7 +1,8 @@
 """The loader over dp: which rows a rank takes is a function of (seed, epoch), equal on ranks that differ in tp, sp, pp.
 
 Row k of a step belongs to dp rank k // batch_size, so the rows of a step joined over dp are the rows that one process
-with a dp times larger batch would take. The cursor counts rows of the epoch over all ranks: it means the same under any dp.
+with a dp times larger batch would take. The cursor counts rows of the epoch over all ranks: it means the same under
+any dp.
 """
 
 from __future__ import annotations
@@ -94,8 +95,10 @@ class Loader:
         shuffle = isinstance(loader.sampler, RandomSampler)
         if not shuffle and not isinstance(loader.sampler, SequentialSampler):
             raise InputError(
-                f"the loader has a sampler of its own, {type(loader.sampler).__name__}, whose order cannot be made equal on all "
-                "ranks. Use shuffle=True or False, or give an iterable that takes booster.mesh.coordinate('dp') into account."
+                f"the loader has a sampler of its own, {type(loader.sampler).__name__}, whose order cannot be "
+                f"made equal on all "
+                "ranks. Use shuffle=True or False, or give an iterable that takes booster.mesh.coordinate('dp') "
+                "into account."
             )
         if loader.batch_size is None:
             raise InputError("the loader needs a batch_size: what one dp rank takes in one step.")
@@ -155,7 +158,8 @@ class Loader:
         """
         if cursor["count"] != self.order.count:
             raise InputError(
-                f"the checkpoint's loader had {cursor['count']} rows; this one has {self.order.count}. Resume with the same data."
+                f"the checkpoint's loader had {cursor['count']} rows; this one has {self.order.count}. Resume "
+                f"with the same data."
             )
         self.epoch, self.rows = cursor["epoch"], cursor["rows"]
 

@@ -55,8 +55,10 @@ class Loss:
         self.router = models.router_loss(model)
         if self.router and "router_aux_loss" not in allow:
             raise RefusedError(
-                "the model adds a router's auxiliary loss, which is no sum over positions: its value depends on how the batch "
-                'is cut. Set config.output_router_logits=False, or accept the mean over shares with allow=("router_aux_loss",).'
+                "the model adds a router's auxiliary loss, which is no sum over positions: its value depends on "
+                "how the batch "
+                "is cut. Set config.output_router_logits=False, or accept the mean over shares with "
+                'allow=("router_aux_loss",).'
             )
 
     @property
@@ -84,7 +86,8 @@ class Loss:
             ids = batch.get("input_ids")
             if isinstance(ids, torch.Tensor) and labels.shape != ids.shape:
                 raise InputError(
-                    f"labels {list(labels.shape)} must have the shape of input_ids {list(ids.shape)}; they are shifted inside."
+                    f"labels {list(labels.shape)} must have the shape of input_ids {list(ids.shape)}; they are "
+                    f"shifted inside."
                 )
             labels = labels[..., 1:]
         return int((labels != IGNORED).sum())

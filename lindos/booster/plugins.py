@@ -107,7 +107,8 @@ class Plugin:
         if world_size % inner:
             sizes = sorted({t for t in range(1, world_size + 1) if world_size % (t * self.pp * self.sp) == 0})
             raise InputError(
-                f"tp x pp x sp = {self.tp} x {self.pp} x {self.sp} = {inner} must divide the world of {world_size} ranks. "
+                f"tp x pp x sp = {self.tp} x {self.pp} x {self.sp} = {inner} must divide the world of "
+                f"{world_size} ranks. "
                 + (f"With these pp and sp, tp in {sizes} works." if sizes else f"Use a world of a multiple of {inner}.")
             )
         return Mesh.of(rank, pp=self.pp, dp=world_size // inner, sp=self.sp, tp=self.tp)

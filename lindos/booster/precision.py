@@ -13,7 +13,10 @@ NAMES = ("fp32", "bf16", "fp16")
 
 @dataclass(frozen=True)
 class Precision:
-    """fp32: compute, masters and reductions in fp32 (fp64 models stay fp64). bf16: compute in bf16, the rest in fp32."""
+    """fp32: compute, masters and reductions in fp32 (fp64 models stay fp64).
+
+    bf16: compute in bf16, the rest in fp32.
+    """
 
     name: str
 

@@ -169,7 +169,8 @@ def _check_facts(manifest: dict[str, Any], plan: Plan, parts: Parts, path: Path)
                 raise CheckpointError(f"{path}: {name!r} is in optimizer group {i} on one side only.")
     if (parts.scheduler is None) != (manifest["scheduler"] is None):
         raise CheckpointError(
-            f"{path} was saved {'without' if parts.scheduler else 'with'} a scheduler; this run is {'with' if parts.scheduler else 'without'} one."
+            f"{path} was saved {'without' if parts.scheduler else 'with'} a scheduler; this run is "
+            f"{'with' if parts.scheduler else 'without'} one."
         )
     if (
         parts.loader is not None

@@ -140,7 +140,8 @@ class Stepping:
             f"rank {rank}, module {found[rank]}" if rank is not None else "in backward: every module's output is finite"
         )
         raise NumbersError(
-            f"step {step}: loss {float(loss)}, gradient norm {float(norm)}; first at {place}. The weights are as they were "
+            f"step {step}: loss {float(loss)}, gradient norm {float(norm)}; first at {place}. The weights are "
+            f"as they were "
             "before this step."
         )
 

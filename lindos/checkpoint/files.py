@@ -54,7 +54,7 @@ class Writer:
 
     def put(self, key: str, tensor: torch.Tensor) -> str:
         """Write the next tensor; returns the hash of its bytes."""
-        assert key == next(self._keys) and self._tensors[key] == (tuple(tensor.shape), tensor.dtype)
+        assert (key, *self._tensors[key]) == (next(self._keys), tuple(tensor.shape), tensor.dtype)
         raw = bytes_of(tensor)
         with self._named():
             view = memoryview(raw)

@@ -44,8 +44,8 @@ def load(path: str | Path, manifest: dict[str, Any], pieces: Sequence[Piece], wo
     Communicates: two exchanges through the store.
 
     Raises:
-        CheckpointError: a tensor is missing, extra or of another shape (the first is named), a file is truncated, a hash
-            differs (file and tensor named).
+        CheckpointError: a tensor is missing, extra or of another shape (the first is named), a file is truncated, a
+            hash differs (file and tensor named).
     """
     error: LindosError | None = None
     try:
@@ -67,7 +67,8 @@ def _check_same(path: Path, manifest: dict[str, Any], pieces: Sequence[Piece]) -
         shape = tuple(saved[piece.name]["shape"])
         if shape != piece.layout.shape:
             raise CheckpointError(
-                f"{path}: {piece.kind} {piece.name!r} is {list(shape)} in the checkpoint, {list(piece.layout.shape)} in the model."
+                f"{path}: {piece.kind} {piece.name!r} is {list(shape)} in the checkpoint, "
+                f"{list(piece.layout.shape)} in the model."
             )
     kinds = {piece.kind for piece in pieces}
     names = {piece.name for piece in pieces}

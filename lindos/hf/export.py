@@ -1,4 +1,7 @@
-"""Export: the safetensors files that transformers loads. One tensor is whole at a time, files are shared out over ranks."""
+"""Export: the safetensors files that transformers loads.
+
+One tensor is whole at a time, files are shared out over ranks.
+"""
 
 from __future__ import annotations
 

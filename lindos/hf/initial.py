@@ -30,7 +30,8 @@ class _Unit:
 def initial_values(model: nn.Module, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, full fp32 value) of every parameter that is on meta, unit by unit; tied ones once.
 
-    What has no value is noted at the call, the values are made as the iterator is read: the model may be cut in between.
+    What has no value is noted at the call, the values are made as the iterator is read: the model may be cut in
+    between.
 
     Raises:
         RefusedError: a module has parameters and no rule that initialises them.

@@ -1,4 +1,4 @@
-"""Rules read from a transformers model's own tensor-parallel plan, through one closed, versioned table of style names."""
+"""Rules read from a transformers model's own tensor-parallel plan."""
 
 from __future__ import annotations
 

@@ -45,6 +45,9 @@ def keep_mask(
     return (mixed & 0x7FFFFFFF) >= int(probability * (1 << 31))
 
 
+_SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+
+
 class Dropout(TorchFunctionMode):
     """While active, dropout calls of the model are keyed.
 
@@ -80,8 +83,10 @@ class Dropout(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.dropout or func is torch.dropout:
             return self._dropout(*args, **kwargs)
-        if func is F.scaled_dot_product_attention and _dropout_of(args, kwargs) > 0:
-            return self._attention(*args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            given = {**dict(zip(_SDPA, args)), **kwargs}
+            if given.get("dropout_p", 0.0) > 0:
+                return self._attention(given)
         return func(*args, **kwargs)
 
     def _dropout(
@@ -120,33 +125,26 @@ class Dropout(TorchFunctionMode):
             samples, tokens = index(self.first_row, self.rows), index(0, self.length)
             return keep_mask(key, samples, tokens, index(first, x.shape[1]), p).view(x.shape)
         raise RefusedError(
-            f"dropout of a tensor {list(x.shape)} at {self.place!r}: it must lead with the {self.rows} rows of the batch "
+            f"dropout of a tensor {list(x.shape)} at {self.place!r}: it must lead with the {self.rows} rows of "
+            f"the batch "
             "to be the same under every plan. Set this dropout to 0."
         )
 
-    def _attention(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-    ) -> torch.Tensor:  # fmt: skip
-        """The eager product, since fused kernels draw their own numbers."""
+    def _attention(self, given: dict[str, Any]) -> torch.Tensor:
+        """The eager product of scaled_dot_product_attention's arguments: fused kernels draw their own numbers."""
+        query, key, value, mask = given["query"], given["key"], given["value"], given.get("attn_mask")
         if key.shape[1] != query.shape[1]:
             ratio = query.shape[1] // key.shape[1]
             key, value = key.repeat_interleave(ratio, 1), value.repeat_interleave(ratio, 1)
+        scale = given.get("scale")
         scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
-        if is_causal:
-            allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-            scores = scores.masked_fill(~allowed, float("-inf"))
-        if attn_mask is not None:
-            scores = (
-                scores.masked_fill(~attn_mask, float("-inf")) if attn_mask.dtype == torch.bool else scores + attn_mask
-            )
+        if given.get("is_causal"):
+            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        if mask is not None:
+            scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
         wide = torch.promote_types(scores.dtype, torch.float32)
         weights = torch.softmax(scores, -1, dtype=wide).nan_to_num(0.0).to(query.dtype)
-        return self._dropout(weights, dropout_p) @ value
-
-
-def _dropout_of(args: Any, kwargs: Any) -> float:
-    return args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
+        return self._dropout(weights, given["dropout_p"]) @ value
 
 
 def has_dropout(model: nn.Module) -> bool:

@@ -76,7 +76,8 @@ def _count_position_0(booster: Booster) -> Patches:
 def _wrong_kv_group(booster: Booster) -> Patches:
     """Each rank computes with the kv heads of the next group: rolled in the masters before the first step."""
     plan = booster._plan
-    assert plan is not None and plan.tensor is not None
+    assert plan is not None
+    assert plan.tensor is not None
     for name, rule in plan.tensor.resolved.items():
         heads = plan.tensor.heads.get(name)
         if heads and rule.heads == "key_value":

@@ -30,7 +30,8 @@ def prove(
 ) -> Report:
     """Train a small twin under a plan and in one process, and compare every number.
 
-    Both sides run in fp64 with SGD and AdamW, then in fp32; dp ranks get different rows, lengths and padding; the learning
+    Both sides run in fp64 with SGD and AdamW, then in fp32; dp ranks get different rows, lengths and padding; the
+    learning
     rate changes at every step. The reference is plain transformers and torch.
 
     Args:

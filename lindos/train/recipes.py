@@ -82,10 +82,10 @@ def llama_65b() -> Config:
 
 RECIPES: dict[str, Callable[[], Config]] = {
     "llama-demo": llama_demo,
-    "llama-7b": llama_7b,
-    "llama-13b": llama_13b,
-    "llama-30b": llama_30b,
-    "llama-65b": llama_65b,
+    "7b": llama_7b,
+    "13b": llama_13b,
+    "30b": llama_30b,
+    "65b": llama_65b,
 }
 
 
@@ -95,6 +95,7 @@ def recipe(name: str) -> Config:
     Raises:
         InputError: no such recipe; names the nearest.
     """
-    if name not in RECIPES:
+    made = RECIPES.get(name) or RECIPES.get(name.removeprefix("llama-"))
+    if made is None:
         raise InputError(f"there is no recipe {name!r}: {nearest(name, RECIPES)}.")
-    return RECIPES[name]()
+    return made()

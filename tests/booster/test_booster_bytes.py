@@ -27,7 +27,8 @@ def test_tp_sums_two_activations_a_layer_each_way(facts, plan):
         tokens, hidden = mine["rows"] * mine["length"], mine["hidden"]
         seen = [c for c in mine["calls"] if c[1] == ("tp",) and not c[2].startswith("chunk")]
         sums = sum(c[5] for c in seen if c[0] == "all_reduce")
-        # forward: attention and MLP of each layer, and the embedding; backward: the two inputs of each layer, and the head's
+        # forward: attention and MLP of each layer, and the embedding; backward: the two inputs of each layer, and the
+        # head's
         assert sums == pytest.approx((4 * mine["layers"] + 2) * 2 * (p - 1) / p * tokens * hidden * 4)
         loss = [c for c in seen if c[0] == "all_gather"]
         assert [c[5] for c in loss] == [pytest.approx((p - 1) / p * 2 * p * tokens * 4)]

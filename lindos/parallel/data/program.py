@@ -110,7 +110,7 @@ class Data:
         return all(chunk.phase is Phase.REDUCED for chunk in self._trained) and bool(self._trained)
 
     def open(self, last: bool) -> None:
-        """A backward begins; `last` if its gradients are the last of the step, so that chunks are reduced as it runs."""
+        """A backward begins; `last` if its gradients are the last of the step."""
         if self.reduced:
             raise InputError("gradients of this step are reduced already. Call optimizer.step() and zero_grad() first.")
         self._open, self._last, self._next = True, last, 0

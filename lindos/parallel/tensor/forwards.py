@@ -22,6 +22,7 @@ from torch import nn
 from lindos.comm.world import World
 from lindos.core.errors import RefusedError
 from lindos.core.rules import Rule
+from lindos.parallel import products
 from lindos.parallel.tensor import ops
 from lindos.parallel.tensor.roles import AXIS, Heads, inner_pieces, near_even, output_dim
 
@@ -68,6 +69,8 @@ def install(model: nn.Module, rules: dict[str, Rule], crossing: Crossing, heads:
 
 def _own(module: nn.Module) -> Forward:
     """The class's forward, bound: what the module would do by itself."""
+    if type(module).forward is nn.Linear.forward:
+        return functools.partial(products.linear_forward, module)
     return functools.partial(type(module).forward, module)
 
 
@@ -100,7 +103,7 @@ def _place(module: nn.Module, rule: Rule, crossing: Crossing, heads: Heads | Non
 def _matmul(module: nn.Module, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
     kind = type(module)
     if kind.forward is nn.Linear.forward:
-        return lambda x: F.linear(x, module.weight)  # type: ignore[arg-type]
+        return lambda x: products.linear(x, module.weight)  # type: ignore[arg-type]
     if output_dim(module) == 1:
         return lambda x: x @ module.weight  # type: ignore[operator]
     raise RefusedError(
