@@ -140,7 +140,8 @@ def lazily(world: Any, plugin: Any, folder: str | None) -> dict[str, Any]:
 
 def dropped(world: Any, plugin: Any, kind: str, options: dict[str, Any]) -> list[float]:
     """Losses of three steps with dropout everywhere the model has it."""
-    config = twin_config(kind, **WIDE)
+    words = {k: v for k, v in WIDE.items() if kind != "gpt2" or k != "kv_heads"}  # gpt2 has as many kv heads as heads
+    config = twin_config(kind, **words)
     for name, value in options.items():
         assert hasattr(config, name)
         setattr(config, name, value)
