@@ -14,12 +14,16 @@ from __future__ import annotations
 import mmap
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 SLOT_BYTES, HEAD_BYTES = 1 << 20, 4096
 _TWO_ROUNDS_FROM = 4  # ranks from which an all_reduce reads less as reduce_scatter and all_gather
+
+
+_END = object()
 
 
 class Mismatch(Exception):
@@ -56,6 +60,7 @@ class Mailboxes:
         self.others = [(i, box) for i, box in enumerate(boxes) if i != index]
         self.round = 0
         self.spins = 200 if patient else 1
+        self.begun: deque[Iterator[None]] = deque()
 
     def post(self, x: torch.Tensor, signature: int) -> None:
         """Copy a tensor of at most SLOT_BYTES into this round's slot."""
@@ -90,6 +95,34 @@ class Mailboxes:
                 if box.pid and not _alive(box.pid) and head[0] < number:
                     raise Gone(i)
 
+    def arrived(self) -> bool:
+        """Whether all others have posted this round."""
+        return all(box.head[0] >= self.round for _, box in self.others)
+
+    def begin(self, x: torch.Tensor, signature: int) -> None:
+        """An all_reduce in place that goes on whenever `poll` finds the others ready, and ends at `drain`."""
+        self.begun.append(self._reduced(x, x, signature, "sum"))
+        self.poll()
+
+    def poll(self) -> None:
+        """Go on with what was begun as far as that needs no waiting."""
+        while self.begun:
+            if next(self.begun[0], _END) is None:
+                return
+            self.begun.popleft()
+
+    def drain(self) -> None:
+        """Finish what was begun, waiting where needed."""
+        while self.begun:
+            for _ in self.begun[0]:
+                self.wait_round()
+            self.begun.popleft()
+
+    def wait_round(self) -> None:
+        for i, box in self.others:
+            if box.head[0] < self.round:
+                self._wait(i, box, self.round)
+
     def slot(self, i: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
         """What rank i posted this round."""
         return _typed(self.boxes[i].slots[self.round & 1], dtype, numel)
@@ -98,10 +131,17 @@ class Mailboxes:
 
     def all_reduce(self, out: torch.Tensor, x: torch.Tensor, signature: int, op: str) -> None:
         """out may be x."""
+        for _ in self._reduced(out, x, signature, op):
+            self.wait_round()
+
+    def _reduced(self, out: torch.Tensor, x: torch.Tensor, signature: int, op: str) -> Iterator[None]:
+        """The rounds of an all_reduce; yields while another rank has not posted."""
         two = self.size >= _TWO_ROUNDS_FROM and x.numel() >= 4096
         step = SLOT_BYTES // x.element_size()
         for piece, target in zip(x.view(-1).split(step), out.view(-1).split(step)):
             self.post(piece, signature)
+            while not self.arrived():
+                yield
             self.collect(signature)
             if not two:
                 self._combine(target, 0, target.numel(), op)
@@ -110,11 +150,13 @@ class Mailboxes:
             a, b = self.index * part, min((self.index + 1) * part, target.numel())
             if a < b:
                 self._combine(target[a:b], a, b, op)
-            self._spread(target, part, signature)
+            self.post(target[self.index * part : (self.index + 1) * part], signature)
+            while not self.arrived():
+                yield
+            self.collect(signature)
+            self._spread(target, part)
 
-    def _spread(self, piece: torch.Tensor, part: int, signature: int) -> None:
-        self.post(piece[self.index * part : (self.index + 1) * part], signature)
-        self.collect(signature)
+    def _spread(self, piece: torch.Tensor, part: int) -> None:
         for i, _ in self.others:
             target = piece[i * part : (i + 1) * part]
             if target.numel():

@@ -65,6 +65,16 @@ class Watch:
         if self.flagged.is_set():
             self.fail(f"{step.text()} is not begun")
 
+    def note(self, step: Step) -> None:
+        """A collective is begun that is waited for later."""
+        self.trail.append(step)
+        if self.flagged.is_set():
+            self.fail(f"{step.text()} is not begun")
+
+    def resume(self, step: Step) -> None:
+        """Wait for a collective that was noted."""
+        self.inside, self.since = step, time.monotonic()
+
     def leave(self) -> None:
         self.inside, self.since = None, time.monotonic()
 

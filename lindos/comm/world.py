@@ -45,6 +45,28 @@ class Link:
         self.watch = Watch(self.store, self.rank, self.size, self.limit_seconds)
 
 
+@dataclass
+class Flight:
+    """An all_reduce that was begun: numbered, posted, not yet complete."""
+
+    world: World
+    group: Mailboxes
+    ranks: tuple[int, ...]
+    sign: int
+    step: Step
+
+    def poll(self) -> None:
+        """Go on as far as needs no waiting."""
+        self.world._guarded(self.group.poll, self.step, self.ranks)
+
+    def finish(self) -> None:
+        """Wait until it, and what was begun before it on this group, is complete."""
+        watch = self.world.link.watch
+        watch.resume(self.step)
+        self.world._guarded(self.group.drain, self.step, self.ranks)
+        watch.leave()
+
+
 class World:
     """A link seen through a mesh. Many worlds may share one link: two models in one process do not meet.
 
@@ -152,9 +174,27 @@ class World:
     def _call(
         self, op: str, x: torch.Tensor, axes: Axes, name: str, elements: int, run: Any, detail: str | int = ""
     ) -> None:
+        announced = self._announce(op, x, axes, name, elements, detail)
+        if announced is None:
+            return
+        group, ranks, sign, step = announced
+
+        def finish() -> None:
+            if isinstance(group, Mailboxes):
+                group.drain()
+            run(group, sign)
+
+        self.link.watch.enter(step)
+        self._guarded(finish, step, ranks)
+        self.link.watch.leave()
+
+    def _announce(
+        self, op: str, x: torch.Tensor, axes: Axes, name: str, elements: int, detail: str | int = ""
+    ) -> tuple[Any, tuple[int, ...], int, Step] | None:
+        """Number, sign and record a call; None where the group is this rank alone."""
         names, ranks, group = self._group(axes)
         if len(ranks) == 1:
-            return
+            return None
         link = self.link
         number = link.numbers[ranks] = link.numbers.get(ranks, 0) + 1
         key = (op, names, name, x.shape, x.dtype, detail)
@@ -163,11 +203,13 @@ class World:
             sign = self._signatures[key] = zlib.crc32(repr(key).encode())
         if record.recording():
             record.note(record.Call(op, names, name, elements, x.dtype, len(ranks)))
-        step = Step(number, op, names, name, tuple(x.shape), x.dtype, detail)
-        watch = link.watch
-        watch.enter(step)
+        return group, ranks, sign + (number << 32), Step(number, op, names, name, tuple(x.shape), x.dtype, detail)
+
+    def _guarded(self, action: Any, step: Step, ranks: tuple[int, ...]) -> None:
+        """Run a part of a collective; what goes wrong in it becomes a verdict."""
+        watch = self.link.watch
         try:
-            run(group, sign + (number << 32))
+            action()
         except Mismatch as error:
             watch.fail(f"{step.text()}: rank {ranks[error.index]} makes a different call")
         except Gone as error:
@@ -176,7 +218,24 @@ class World:
             raise
         except RuntimeError as error:
             watch.fail(f"{step.text()} failed: {error}")
-        watch.leave()
+
+    def begin_all_reduce(self, x: torch.Tensor, axes: Axes, name: str) -> Flight | None:
+        """Sum of contiguous x over axes, in place, while this rank computes on; x is whole after `finish()`.
+
+        Through shared memory it advances at every `poll()` that finds the other ranks ready, so that a rank that is
+        late for a moment holds up nobody; elsewhere it is done, or ordered on the stream, when this returns.
+
+        Communicates: as all_reduce.
+        """
+        if not isinstance(self._group(axes)[2], Mailboxes):
+            self.all_reduce(x, axes, name)
+            return None
+        announced = self._announce("all_reduce", x, axes, name, x.numel())
+        assert announced is not None
+        flight = Flight(self, *announced)
+        self.link.watch.note(flight.step)
+        self._guarded(lambda: flight.group.begin(x, flight.sign), flight.step, flight.ranks)
+        return flight
 
     def _group(self, axes: Axes) -> tuple[tuple[str, ...], tuple[int, ...], Any]:
         found = self._axes.get(axes)

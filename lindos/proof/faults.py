@@ -34,25 +34,30 @@ def _data(booster: Booster) -> Any:
     return booster._plan.data
 
 
-def _reductions(booster: Booster, change: Callable[[Callable, Any, Any, str], Any]) -> Patches:
+def _reductions(booster: Booster, change: Callable[[Any, torch.Tensor, Any, str], None]) -> Patches:
     """Change the reduction of the second chunk."""
     world = _data(booster).world
-    own = world.all_reduce
+    own = world.begin_all_reduce
 
-    def all_reduce(x: torch.Tensor, axes: Any, name: str, *rest: Any, **options: Any) -> torch.Tensor:
-        if name == "chunk 1":
-            return change(own, x, axes, name)
-        return own(x, axes, name, *rest, **options)
+    def begin(x: torch.Tensor, axes: Any, name: str) -> Any:
+        if name != "chunk 1":
+            return own(x, axes, name)
+        change(world, x, axes, name)
+        return None
 
-    return [patch.object(world, "all_reduce", all_reduce)]
+    return [patch.object(world, "begin_all_reduce", begin)]
 
 
 def _skip(booster: Booster) -> Patches:
-    return _reductions(booster, lambda own, x, axes, name: x)
+    return _reductions(booster, lambda world, x, axes, name: None)
 
 
 def _double(booster: Booster) -> Patches:
-    return _reductions(booster, lambda own, x, axes, name: own(own(x, axes, name), axes, f"{name} again"))
+    def twice(world: Any, x: torch.Tensor, axes: Any, name: str) -> None:
+        world.all_reduce(x, axes, name)
+        world.all_reduce(x, axes, f"{name} again")
+
+    return _reductions(booster, twice)
 
 
 def _sum_for_mean(booster: Booster) -> Patches:

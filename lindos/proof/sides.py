@@ -12,7 +12,7 @@ import torch
 
 from lindos.booster.booster import Booster
 from lindos.booster.compose import checksum
-from lindos.comm.world import World
+from lindos.comm.world import Flight, World
 from lindos.memory.chunk import Chunk
 from lindos.proof.case import OPTIMIZERS, Case, schedule
 from lindos.proof.double import Double
@@ -67,7 +67,8 @@ def _doubled(dtype: torch.dtype) -> Iterator[None]:
     with ExitStack() as stack:
         for owner, names in (
             (Chunk, ("put", "settle", "publish")),
-            (World, ("all_reduce", "all_gather", "reduce_scatter")),
+            (Flight, ("poll", "finish")),
+            (World, ("all_reduce", "begin_all_reduce", "all_gather", "reduce_scatter")),
         ):
             for name in names:
                 stack.enter_context(patch.object(owner, name, double.outside(getattr(owner, name))))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
-from lindos.comm.world import World
+from lindos.comm.world import Flight, World
 from lindos.core.errors import InputError
 from lindos.core.ledger import Entry, Ledger
 from lindos.core.mesh import Mesh
@@ -40,6 +40,7 @@ class Data:
         self._open = self._last = False
         self._next = 0
         self._pending = 0
+        self._flying: list[Flight] = []
         self._stream = torch.Stream(device) if device.type != "cpu" else None
 
     def contribute(self, ledger: Ledger, mesh: Mesh) -> Mesh:
@@ -126,6 +127,9 @@ class Data:
             return
         while self._next < len(self._trained):
             self._reduce(self._trained[self._next])
+        for flight in self._flying:
+            flight.finish()
+        self._flying.clear()
         if self._stream is not None:
             torch.accelerator.current_stream().wait_stream(self._stream)
         self._pending = 0
@@ -133,6 +137,7 @@ class Data:
     def abandon(self) -> None:
         """A backward failed: forget what it left."""
         self._open = False
+        self._flying.clear()
         self.forget()
 
     def rescale(self, factor: float | torch.Tensor) -> None:
@@ -171,6 +176,8 @@ class Data:
                 chunk.put(slot, gradient, self.scale)
                 if self._last and chunk.complete and self._trained[self._next] is chunk:
                     self._advance()
+                elif self._flying:
+                    self._flying[-1].poll()
 
         return receive
 
@@ -184,7 +191,9 @@ class Data:
         assert isinstance(axes, tuple)
         if self.world.mesh.size(axes) > 1:
             if self._stream is None:
-                self.world.all_reduce(chunk._gradients(), axes, f"chunk {chunk.index}")
+                flight = self.world.begin_all_reduce(chunk._gradients(), axes, f"chunk {chunk.index}")
+                if flight is not None:
+                    self._flying.append(flight)
             else:
                 self._stream.wait_stream(torch.accelerator.current_stream())
                 with self._stream:
