@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from lindos.cli import leave
 from lindos.cli.arguments import count, taken
 from lindos.train.reading import configure
 
@@ -39,6 +38,7 @@ def _rank(arguments: Sequence[str], more: str) -> int:
     if error is not None and not _among_others():
         raise error
     import lindos
+    from lindos.comm.launch import leave
     from lindos.train.loop import pretrain
 
     world = lindos.launch(config.train.seed, config.train.timeout_seconds) if config else lindos.launch()
@@ -52,7 +52,6 @@ def _rank(arguments: Sequence[str], more: str) -> int:
 
 def _among_others() -> bool:
     """Whether this process was started as one of several."""
-
     from lindos.comm import launch
 
     return launch.place()[1] > 1
