@@ -3,7 +3,7 @@
     python benchmarks/race.py                  every race, fp32 and bf16, five rounds
     python benchmarks/race.py --rounds 3 --precision fp32
 
-Each round times a few steps of every side in turn; the ratio is the median of the rounds' paired ratios, printed with
+Each round times a few steps of every side, taking turns step by step; the ratio is the median of the rounds' paired ratios, printed with
 its smallest and largest. The limit is the same FLOPs at the measured matmul rate. Peak memory is measured in processes
 of their own, one side each.
 """
@@ -45,16 +45,18 @@ def rank_main(arguments: argparse.Namespace) -> None:
     times: dict[str, list[float]] = {name: [] for name in names}
     losses: dict[str, list[float]] = {name: [] for name in names}
     for round_number in range(arguments.rounds + 1):
-        for name in names[round_number % len(names) :] + names[: round_number % len(names)]:
-            seen = []
-            for i in range(arguments.steps):
+        seen: dict[str, list[float]] = {name: [] for name in names}
+        for i in range(arguments.steps):
+            turn = (round_number + i) % len(names)
+            for name in names[turn:] + names[:turn]:  # sides take turns step by step: the machine's drift meets all
                 batch = peers.batch_of(100 * round_number + i + (0 if name in peers.SHARED_ROWS else 10_000 * rank))
                 _meet()
                 started = time.perf_counter()
                 losses[name].append(steps[name](batch))
-                seen.append(time.perf_counter() - started)
-            if round_number:  # the first round warms up
-                times[name].append(statistics.median(seen))
+                seen[name].append(time.perf_counter() - started)
+        if round_number:  # the first round warms up
+            for name in names:
+                times[name].append(statistics.median(seen[name]))
     if rank == 0:
         rate = _matmul_rate(torch, bf16)
         peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
