@@ -3,9 +3,9 @@
     python benchmarks/race.py                  every race, fp32 and bf16, five rounds
     python benchmarks/race.py --rounds 3 --precision fp32
 
-Each round times a few steps of every side, taking turns step by step; the ratio is the median of the rounds' paired ratios, printed with
-its smallest and largest. The limit is the same FLOPs at the measured matmul rate. Peak memory is measured in processes
-of their own, one side each.
+Each round times a few steps of every side, taking turns step by step. The ratio is the median of the rounds' paired
+ratios, printed with its smallest and largest. The limit is the same FLOPs at the measured matmul rate. Peak memory is
+measured in processes of their own, one side each.
 """
 
 from __future__ import annotations
