@@ -52,7 +52,9 @@ class Double(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         if self.paused:
             return func(*args, **kwargs)
-        values = tree_flatten((args, kwargs))[0]
+        values = [*args, *kwargs.values()]
+        if any(isinstance(value, list | tuple) for value in values):
+            values = tree_flatten(values)[0]
         fresh = not any(isinstance(value, torch.Tensor) for value in values)
         if kwargs.get("dtype") is torch.float32:
             kwargs["dtype"] = torch.float64

@@ -45,7 +45,7 @@ def on_ranks(world: World, case: Case, optimizer: str, dtype: torch.dtype) -> Si
     booster._observe = observe
     config = model.config
     dp = booster.mesh.coordinate("dp")
-    with _doubled(dtype), plant(case.fault, booster):
+    with _doubled(dtype, booster), plant(case.fault, booster):
         for step in range(case.steps):
             result = booster.step(case.share(config, step, dp))
             trace.losses.append(result.loss)
@@ -58,21 +58,27 @@ def on_ranks(world: World, case: Case, optimizer: str, dtype: torch.dtype) -> Si
 
 
 @contextmanager
-def _doubled(dtype: torch.dtype) -> Iterator[None]:
-    """For fp64: the model's own casts are lifted, the library's are not."""
+def _doubled(dtype: torch.dtype, booster: Booster) -> Iterator[None]:
+    """For fp64: the model's own casts are lifted, in its forward and backward; the library's are not."""
     if dtype != torch.float64:
         yield
         return
-    double = Double()
+    double, stepping = Double(), booster._stepping
+    gradients = stepping.gradients
+
+    def lifted(batch: Any) -> Any:
+        with double:
+            return gradients(batch)
+
     with ExitStack() as stack:
+        stack.enter_context(patch.object(stepping, "gradients", lifted))
         for owner, names in (
-            (Chunk, ("put", "settle", "publish")),
+            (Chunk, ("put", "settle")),
             (Flight, ("poll", "finish")),
             (World, ("all_reduce", "begin_all_reduce", "all_gather", "reduce_scatter")),
         ):
             for name in names:
                 stack.enter_context(patch.object(owner, name, double.outside(getattr(owner, name))))
-        stack.enter_context(double)
         yield
 
 
