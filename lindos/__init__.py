@@ -28,7 +28,7 @@ _HOMES = {
     "Gemini": "lindos.booster.plugins",
     "HybridParallel": "lindos.booster.plugins",
     "LowLevelZero": "lindos.booster.plugins",
-    "errors": "lindos.core",
+    "errors": "lindos.core.errors",
     "from_pretrained": "lindos.booster.lazy",
     "launch": "lindos.comm.launch",
     "lazy": "lindos.booster.lazy",
@@ -53,7 +53,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'lindos' has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    home = import_module(_HOMES[name])
+    value = globals()[name] = home if name == "errors" else getattr(home, name)
     return value
 
 

@@ -271,7 +271,7 @@ class Booster:
         """
         plan = self._boosted("export")
         shapes = {entry.name: entry.shape for entry in plan.ledger.of("parameter")}
-        shapes |= {name: tuple(buffer.shape) for name, buffer in state.buffers_of(self._model).items()}
+        shapes |= {name: tuple(buffer.shape) for name, buffer in models.persistent_buffers(self._model).items()}
         hf_export(path, self._model, shapes, self.full, plan.world, (dtype, tokenizer))
 
     def full(self, name: str) -> torch.Tensor:
@@ -280,7 +280,7 @@ class Booster:
         Communicates: all_gather over the axes that cut it.
         """
         plan = self._boosted("full")
-        buffers = state.buffers_of(self._model)
+        buffers = models.persistent_buffers(self._model)
         if name in buffers:
             return buffers[name].detach().clone()
         entry = plan.ledger.parameter(name)

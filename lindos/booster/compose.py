@@ -18,6 +18,7 @@ from lindos.core.rules import Rules
 from lindos.hf import rules as hf_rules
 from lindos.hf.initial import initial_values
 from lindos.hf.load import Folder
+from lindos.hf.models import persistent_buffers
 from lindos.optim import optimizer as optim
 from lindos.parallel import products
 from lindos.parallel.data.program import Data
@@ -92,6 +93,8 @@ def compose(
             _fill(plan, name, parameter.detach())
     for name, value in sources:
         _fill(plan, name, value)
+    if folder is not None:
+        _read_buffers(model, folder)
     _move_buffers(model, plan.world.device)
     # 7. the optimizer steps this rank's shards
     if optimizer is not None:
@@ -167,6 +170,12 @@ def _fill(plan: Plan, name: str, value: torch.Tensor | list[torch.Tensor]) -> No
     else:
         out = value
     plan.data.fill(entry.name, out)
+
+
+def _read_buffers(model: nn.Module, folder: Folder) -> None:
+    """Persistent buffers are part of a folder's weights: router corrections, running statistics."""
+    for name, buffer in persistent_buffers(model).items():
+        buffer.copy_(folder.read(name))  # type: ignore[arg-type]
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:

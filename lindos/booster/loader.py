@@ -7,7 +7,7 @@ any dp.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 import torch
@@ -73,13 +73,15 @@ class _Collate:
         batch = self.inner([row for _, row in rows])
         fillers = [i for i, (filler, _) in enumerate(rows) if filler]
         if fillers:
-            labels = batch.get("labels") if isinstance(batch, dict) else None
+            labels = batch.get("labels") if isinstance(batch, MutableMapping) else None
             if not isinstance(labels, torch.Tensor):
                 raise InputError(
                     "the last step is short of rows and is filled with rows whose labels are -100, but batches have no "
                     "'labels'. Use DataLoader(drop_last=True)."
                 )
+            labels = labels.clone()  # a collate function may give one tensor as input_ids and labels
             labels[fillers] = IGNORED
+            batch["labels"] = labels
         return batch
 
 
@@ -100,6 +102,8 @@ class Loader:
                 "ranks. Use shuffle=True or False, or give an iterable that takes booster.mesh.coordinate('dp') "
                 "into account."
             )
+        if shuffle and (loader.sampler.replacement or loader.sampler._num_samples is not None):  # type: ignore[attr-defined]
+            raise InputError("the loader's RandomSampler draws with replacement or num_samples. Use shuffle=True.")
         if loader.batch_size is None:
             raise InputError("the loader needs a batch_size: what one dp rank takes in one step.")
         count = len(loader.dataset)  # type: ignore[arg-type]
@@ -119,7 +123,9 @@ class Loader:
             timeout=loader.timeout,
             worker_init_fn=loader.worker_init_fn,
             prefetch_factor=loader.prefetch_factor,
-            persistent_workers=False,
+            persistent_workers=False,  # the order changes with the epoch, and workers are told it when they start
+            multiprocessing_context=loader.multiprocessing_context,
+            generator=loader.generator,
         )
         self.epoch = self.rows = 0
 

@@ -89,6 +89,11 @@ class Plugin:
             "recompute": "recompute",
             "compile": "torch.compile",
             "placement": "Gemini",
+            "device_budget": "Gemini",
+            "host_budget": "Gemini",
+            "disk": "Gemini",
+            "host_fraction": "Gemini",
+            "disk_fraction": "Gemini",
         }
         for field, what in unserved.items():
             value = getattr(self, field)

@@ -32,16 +32,6 @@ class Parts:
     calls: Calls
 
 
-def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Persistent buffers by name."""
-    found = {}
-    for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                found[f"{prefix}.{name}" if prefix else name] = buffer
-    return found
-
-
 def save(path: str | Path, plan: Plan, parts: Parts) -> None:
     """Masters (weights are their exact rounding), optimizer state, buffers, scheduler, seed, step and loader cursor."""
     error: LindosError | None = None
@@ -77,21 +67,15 @@ def load(path: str | Path, plan: Plan, parts: Parts, weights_only: bool) -> None
     plan.world.agree(error, "load")
     loading.load(path, manifest, [*pieces, *states], plan.world)
     plan.data.publish()
-    _publish_frozen(plan)
     if not weights_only:
         _take_up(manifest, plan, parts, states)
 
 
 def _weights(plan: Plan, parts: Parts) -> list[Piece]:
     pieces = [Piece(e.name, "parameter", e.at_rest, plan.data.value(e.name)) for e in plan.ledger.of("parameter")]
-    for name, buffer in buffers_of(parts.model).items():
+    for name, buffer in models.persistent_buffers(parts.model).items():
         pieces.append(Piece(name, "buffer", Layout(tuple(buffer.shape)), buffer))
     return pieces
-
-
-def _publish_frozen(plan: Plan) -> None:
-    for chunk in plan.data.chunks:
-        chunk.publish()
 
 
 def _states(plan: Plan, parts: Parts) -> list[Piece]:
@@ -145,6 +129,11 @@ def _facts(plan: Plan, parts: Parts) -> dict[str, Any]:
             f"the state of the scheduler or the optimizer's groups is no JSON ({error}); no pickle is written."
         ) from None
     return facts
+
+
+def _scalar(value: Any) -> list[Any]:
+    """A number and what it is: a dtype of a tensor without dims, or a plain number."""
+    return [value.item(), str(value.dtype).removeprefix("torch.")] if torch.is_tensor(value) else [value, ""]
 
 
 def _groups(plan: Plan, parts: Parts) -> list[dict[str, Any]]:
@@ -212,7 +201,10 @@ def _take_up(manifest: dict[str, Any], plan: Plan, parts: Parts, states: list[Pi
         parts.scheduler.load_state_dict(manifest["scheduler"])
     if parts.loader is not None and manifest["loader"] is not None:
         parts.loader.move_to(manifest["loader"])
+        parts.loader.order.seed = manifest["seed"]  # the order that the cursor is a place in
     parts.calls.step = manifest["step"]
+    if parts.calls.dropout is not None:
+        parts.calls.dropout.seed = manifest["seed"]
 
 
 def _take_up_states(
@@ -224,7 +216,8 @@ def _take_up_states(
         shard = plan.data.shards[name]
         device = shard.device if fused.get(id(shard)) else torch.device("cpu")
         for key, value in scalars.items():
-            made = torch.tensor(value, dtype=torch.float32, device=device) if key == "step" else value
+            number, dtype = value
+            made = torch.tensor(number, dtype=getattr(torch, dtype), device=device) if dtype else number
             optimizer.state[shard][key] = made
     for piece in states:
         name, _, key = piece.name.rpartition("/")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lindos.checkpoint.files import naming, sync_folder
 from lindos.comm.world import World
-from lindos.core.errors import CheckpointError, LindosError
+from lindos.core.errors import CheckpointError
 
 PARTIAL = ".partial"
 
@@ -22,30 +22,30 @@ def publish(path: Path, world: World, write: Callable[[Path], None], finish: Cal
     """
     folder = path.parent / f".{path.name}{PARTIAL}"
     _on_one(world, lambda: _prepare(path, folder), "open")
-    error: LindosError | None = None
+    error: Exception | None = None
     try:
         if not folder.is_dir():
             raise CheckpointError(
                 f"{folder} was made by rank 0 but is not seen here: all ranks must share this file system."
             )
         write(folder)
-    except LindosError as found:
+    except Exception as found:
         error = found
     try:
         world.agree(error, f"write {path.name}")
         _on_one(world, lambda: _finish(path, folder, finish), "publish")
-    except LindosError:
+    except Exception:
         if world.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
         raise
 
 
 def _on_one(world: World, action: Callable[[], None], name: str) -> None:
-    error: LindosError | None = None
+    error: Exception | None = None
     if world.rank == 0:
         try:
             action()
-        except LindosError as found:
+        except Exception as found:
             error = found
     world.agree(error, name)
 

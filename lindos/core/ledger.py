@@ -95,8 +95,11 @@ class Ledger:
         Raises:
             InputError: no such parameter; names the nearest.
         """
+        found = self.entries.get(("parameter", name))
+        if found is not None:
+            return found
         for entry in self.of("parameter"):
-            if name == entry.name or name in entry.tied:
+            if name in entry.tied:
                 return entry
         names = [entry.name for entry in self.of("parameter")]
         raise InputError(f"the model has no parameter {name!r}: {nearest(name, names)[:400]}.")

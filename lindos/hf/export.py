@@ -17,8 +17,8 @@ from torch import nn
 from lindos.checkpoint.files import DTYPES, Writer, naming, write_text
 from lindos.checkpoint.publish import publish
 from lindos.comm.world import World
-from lindos.core.errors import InputError, LindosError, nearest
-from lindos.hf.models import is_transformers
+from lindos.core.errors import InputError, nearest
+from lindos.hf.models import is_transformers, persistent_buffers
 
 FILE_BYTES = 2 << 30
 Read = Callable[[str], torch.Tensor]
@@ -30,6 +30,7 @@ class Stored:
 
     name: str
     made: dict[str, tuple[int, ...]]
+    dtype: torch.dtype
 
 
 def export(
@@ -46,18 +47,19 @@ def export(
         CheckpointError: the folder exists or cannot be written.
     """
     dtype, tokenizer = dtype_of(model, options[0]), options[1]
-    plan = [Stored(name, _names_on_disk(model, name, shape)) for name, shape in shapes.items()]
-    files = _files(plan, dtype)
+    kinds = {name: buffer.dtype for name, buffer in persistent_buffers(model).items() if not buffer.is_floating_point()}
+    plan = [Stored(n, _names_on_disk(model, n, shape), kinds.get(n, dtype)) for n, shape in shapes.items()]
+    files = _files(plan)
 
     def write(folder: Path) -> None:
-        failed: LindosError | None = None
+        failed: Exception | None = None
         for number, members in enumerate(files):
             file = folder / _file_name(number, len(files))
             tensors = ((stored, read(stored.name)) for stored in members)
             if number % world.size == world.rank and failed is None:
                 try:
-                    _write_file(file, tensors, members, model, dtype)
-                except LindosError as found:
+                    _write_file(file, tensors, members, model)
+                except Exception as found:
                     failed = found
             for _ in tensors:  # a rank that does not write, or no longer can, still takes part in every read
                 pass
@@ -85,14 +87,13 @@ def _write_file(
     tensors: Iterator[tuple[Stored, torch.Tensor]],
     members: list[Stored],
     model: nn.Module,
-    dtype: torch.dtype,
 ) -> None:
-    announced = {key: (shape, dtype) for stored in members for key, shape in stored.made.items()}
+    announced = {key: (shape, stored.dtype) for stored in members for key, shape in stored.made.items()}
     writer = Writer(file, announced, {"format": "pt"})
     for stored, full in tensors:
         made = _on_disk(model, stored.name, full)
         for key in stored.made:
-            writer.put(key, made[key].to(dtype).contiguous())
+            writer.put(key, made[key].to(stored.dtype).contiguous())
     writer.close()
 
 
@@ -112,11 +113,11 @@ def dtype_of(model: nn.Module, dtype: Any) -> torch.dtype:
     return made
 
 
-def _files(plan: list[Stored], dtype: torch.dtype) -> list[list[Stored]]:
+def _files(plan: list[Stored]) -> list[list[Stored]]:
     files: list[list[Stored]] = [[]]
     size = 0
     for stored in plan:
-        its = sum(torch.Size(shape).numel() for shape in stored.made.values()) * dtype.itemsize
+        its = sum(torch.Size(shape).numel() for shape in stored.made.values()) * stored.dtype.itemsize
         if files[-1] and size + its > FILE_BYTES:
             files.append([])
             size = 0

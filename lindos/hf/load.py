@@ -19,6 +19,7 @@ from torch import nn
 
 from lindos.core.errors import DataError
 from lindos.core.layout import Box
+from lindos.hf.models import is_transformers, persistent_buffers
 
 
 @dataclass
@@ -48,7 +49,7 @@ class Folder:
 
     def check(self, names: Iterable[str], shapes: dict[str, tuple[int, ...]]) -> None:
         """Every parameter is there once, in its shape, and nothing else is."""
-        wanted = set(names)
+        wanted = set(names) | set(persistent_buffers(self.model))
         missing = sorted(wanted - set(self.groups))
         if missing:
             raise DataError(f"{self.path} lacks tensor {missing[0]!r}" + _more(missing) + " that the model needs.")
@@ -56,7 +57,7 @@ class Folder:
         extra = sorted({key for name, g in self.groups.items() if name not in known for key, _ in g.keys})
         if extra:
             raise DataError(f"{self.path} holds tensor {extra[0]!r}" + _more(extra) + " that the model lacks.")
-        for name in wanted:
+        for name in wanted & set(shapes):
             group = self.groups[name]
             if group.converter is None and self.shapes[group.keys[0][0]] != shapes[name]:
                 raise DataError(
@@ -126,8 +127,6 @@ def _files(path: Path) -> list[Path]:
 
 def _groups(model: nn.Module, keys: list[str]) -> dict[str, Group]:
     """For every tensor in memory, what makes it. Conversions are tried on meta to learn their names."""
-    from lindos.hf.models import is_transformers
-
     if not is_transformers(model):
         return {key: Group(key, [(key, key)]) for key in keys}
     from transformers.conversion_mapping import get_model_conversion_mapping

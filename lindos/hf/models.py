@@ -107,6 +107,16 @@ def vocabulary_of(model: nn.Module) -> int | None:
     return None if head is None or not hasattr(head, "weight") else head.weight.shape[0]
 
 
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers that are part of a model's state, by name."""
+    found = {}
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                found[f"{prefix}.{name}" if prefix else name] = buffer
+    return found
+
+
 def router_loss(model: nn.Module) -> float:
     """The coefficient of an auxiliary router loss that the model adds to its own loss, or 0."""
     config = getattr(model, "config", None)

@@ -93,7 +93,8 @@ def check(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> set[str
 
 
 def spread(optimizer: torch.optim.Optimizer, names: Mapping[int, str], shards: Mapping[str, nn.Parameter]) -> None:
-    """Put this rank's shards in the place of the parameters, in the same group dicts."""
+    """Put this rank's shards in the place of the parameters, in the same group dicts; frozen ones are left out."""
     for group in optimizer.param_groups:
-        group["params"] = [shards[names[id(parameter)]] for parameter in group["params"]]
+        wanted = (names[id(parameter)] for parameter in group["params"])
+        group["params"] = [shards[name] for name in wanted if name in shards]
     optimizer.state.clear()

@@ -7,7 +7,6 @@ is summed over exactly those neighbours (over all of tp it would be wrong, with 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from torch import nn
@@ -194,7 +193,3 @@ def _experts_cut(suffix: str, shape: tuple[int, ...], parts: int) -> Cut:
 def _check_tied(entry: object, name: str, rule: Rule, layout: Layout) -> None:
     if entry.in_use != layout:  # type: ignore[attr-defined]
         raise LayoutError(f"{name} is tied to {entry.name} but its role {rule.role!r} cuts it otherwise.")  # type: ignore[attr-defined]
-
-
-def numel(shape: tuple[int, ...]) -> int:
-    return math.prod(shape)

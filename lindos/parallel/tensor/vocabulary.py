@@ -61,7 +61,8 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _chunks(logits_NL: torch.Tensor) -> list[tuple[int, int]]:
-    rows = max(1, CHUNK_ELEMENTS // max(1, logits_NL.shape[1]))
+    elements = CHUNK_ELEMENTS if logits_NL.device.type == "cpu" else 1 << 26
+    rows = max(1, elements // max(1, logits_NL.shape[1]))
     return [(a, min(a + rows, logits_NL.shape[0])) for a in range(0, logits_NL.shape[0], rows)]
 
 
