@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from lindos.booster.precision import Precision
 from lindos.core.errors import InputError
 
 IGNORED = -100
@@ -24,7 +23,7 @@ def rows_of(batch: Mapping[str, Any], micro_batches: int) -> int:
     if not isinstance(batch, Mapping):
         raise InputError(f"a batch is a dict of tensors; got {type(batch).__name__}.")
     tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
-    sizes = {name: value.shape[0] for name, value in tensors.items() if value.dim() and value.shape[0] != 1}
+    sizes = {name: value.shape[0] for name, value in tensors.items() if value.dim()}
     if not tensors:
         raise InputError(f"a batch holds at least one tensor; got {sorted(batch)}.")
     first = next((name for name in ("input_ids", "pixel_values", "inputs_embeds", "labels") if name in sizes), None)
@@ -43,10 +42,10 @@ def rows_of(batch: Mapping[str, Any], micro_batches: int) -> int:
     return rows
 
 
-def move(batch: Mapping[str, Any], device: torch.device, precision: Precision) -> dict[str, Any]:
-    """Tensors on the device, floats in the compute dtype."""
+def move(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Tensors on the device."""
     return {
-        name: precision.cast(value.to(device, non_blocking=True)) if isinstance(value, torch.Tensor) else value
+        name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
         for name, value in batch.items()
     }
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lindos.booster import batch as cutting
 from lindos.booster import state
 from lindos.booster.calls import Calls
 from lindos.booster.compose import Plan, compose
@@ -20,7 +21,7 @@ from lindos.booster.precision import Precision
 from lindos.booster.step import Result, Stepping
 from lindos.comm.launch import current
 from lindos.comm.world import World
-from lindos.core.errors import InputError, LindosError, NumbersError, nearest
+from lindos.core.errors import InputError, LindosError, NumbersError, RefusedError, nearest
 from lindos.core.mesh import Mesh
 from lindos.hf import models
 from lindos.hf.export import export as hf_export
@@ -118,6 +119,10 @@ class Booster:
             loss = Loss(model, self._function, self._allow, models.vocabulary_of(model))
             rebuilt = over_dp(loader, self.mesh.coordinate("dp"), self.mesh.size("dp"), self._world.seed)
             _refuse_batch_norm(model)
+            if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+                raise RefusedError(
+                    "ReduceLROnPlateau steps on a metric, which step() does not give it; call it yourself."
+                )
         except LindosError as found:
             error = found
         self._world.agree(error, "boost options")
@@ -125,8 +130,12 @@ class Booster:
         plan = self._plan = compose(model, optimizer, self.plugin, self.precision, self._world)
         self.mesh = plan.world.mesh
         self._model, self._scheduler, self._loader = model, scheduler, rebuilt
-        self._calls = Calls(model, plan, loss)
-        self._stepping = Stepping(plan, self._calls, self.precision, self.micro_batches)
+        self._calls = Calls(model, plan, loss, self.precision.cast)
+        # A model that comes in eval mode as a whole (from_pretrained gives that) is to be trained; parts of one that is
+        # in
+        # training mode are in eval mode on purpose.
+        self._resting = [m for m in model.modules() if not m.training] if model.training else []
+        self._stepping = Stepping(plan, self._calls, self.micro_batches)
         if optimizer is not None:
             self._inner = optimizer
             self._optimizer = Optimizer(optimizer, self._before_step, self._after_step, plan.data.forget)
@@ -149,10 +158,9 @@ class Booster:
         plan = self._boosted("step")
         if self._inner is None:
             raise InputError("step(batch) needs an optimizer: booster.boost(model, optimizer).")
-        if not self._model.training:
-            self._model.train()
-        self._calls.step += 1
+        self._train_mode()
         joined, totals = self._stepping.gradients(batch)
+        self._calls.step += 1
         loss, norm, count, metrics = self._stepping.settle(joined, totals)
         self._stepping.check_finite(loss, norm, batch, self._calls.step)
         if self._observe is not None:
@@ -195,25 +203,35 @@ class Booster:
         plan = self._boosted("evaluate")
         modes = {module: module.training for module in self._model.modules()}
         total = torch.zeros(2, dtype=torch.float64, device=plan.world.device)
+        error: InputError | None = None
         self._model.eval()
         try:
             with torch.no_grad():
                 for batch in batches:
-                    from lindos.booster import batch as cutting
-
                     cutting.rows_of(batch, 1)
                     self._calls.loss.counted(batch)
-                    sums, _ = self._calls.sums(cutting.move(batch, plan.world.device, self.precision))
+                    sums, _ = self._calls.sums(cutting.move(batch, plan.world.device))
                     total += torch.stack(
                         [sums.total.double(), torch.as_tensor(sums.count, dtype=torch.float64).to(total)]
                     )
+        except InputError as found:
+            error = found
         finally:
             for module, training in modes.items():
                 module.training = training
+        plan.world.agree(error, "evaluate")
         plan.world.all_reduce(total, ("dp", "sp"), "evaluate")
         if total[1] == 0:
             raise InputError("evaluate(batches) found no valid position on any rank.")
         return Evaluation(float(total[0] / total[1]), int(total[1]))
+
+    def _train_mode(self) -> None:
+        """Training mode for the model, as it was at boost: a module that you froze in eval mode stays there."""
+        if not self._model.training:
+            self._model.train()
+        for module in self._resting:
+            module.eval()
+        _refuse_batch_norm(self._model)
 
     def _before_step(self) -> bool:
         """For optimizer.step() of the ordinary loop: gradients are whole, finite and clipped."""
@@ -243,6 +261,7 @@ class Booster:
     def _after_step(self) -> None:
         self._boosted("step").data.publish()
         self._calls.step += 1
+        self._calls.seen_rows = 0
 
     # --- state --------------------------------------------------------------------------------------------------------
 
@@ -334,10 +353,8 @@ class Booster:
 
 
 def _refuse_batch_norm(model: nn.Module) -> None:
-    from lindos.core.errors import RefusedError
-
     for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training and module.track_running_stats:
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
             raise RefusedError(
                 f"module {name!r} is a BatchNorm in training: its statistics are of one share of the batch, not "
                 f"of all. "
@@ -357,3 +374,11 @@ def _refuse_local_state(model: nn.Module, plan: Plan) -> None:
 
         model.register_state_dict_pre_hook(refuse)
         model.register_load_state_dict_pre_hook(refuse)
+    elif any(chunk.master is not chunk.work for chunk in plan.data.chunks):
+
+        def masters(*_: Any, **__: Any) -> None:
+            raise InputError(
+                "load_state_dict would change the bf16 copies and not their masters. Use booster.load(path)."
+            )
+
+        model.register_load_state_dict_pre_hook(masters)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -26,9 +26,9 @@ class Calls:
         step: number of the step, a part of dropout's key.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, loss: Loss) -> None:
-        self.model, self.plan, self.loss = model, plan, loss
-        self.step = 0
+    def __init__(self, model: nn.Module, plan: Plan, loss: Loss, cast: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.model, self.plan, self.loss, self.cast = model, plan, loss, cast
+        self.step = self.seen_rows = 0
         self._own = functools.partial(type(model).forward, model)
         self._inside = False
         self.dropout: Dropout | None = None
@@ -57,8 +57,7 @@ class Calls:
     def dropping(self, micro: Mapping[str, Any], first_row: int) -> Iterator[None]:
         """Keyed dropout for the forward and backward of one call."""
         if self.dropout is None or not self.model.training:
-            with nullcontext():
-                yield
+            yield
             return
         first = next(
             (v for k, v in micro.items() if isinstance(v, torch.Tensor) and k in ("input_ids", "inputs_embeds")), None
@@ -70,13 +69,14 @@ class Calls:
 
     def sums(self, micro: Mapping[str, Any]) -> tuple[Sums, torch.Tensor | None]:
         """Forward of one micro-batch inside a step: its sum of losses and the accepted auxiliary loss."""
-        inputs = dict(micro)
+        inputs = {name: value for name, value in micro.items() if name != "return_dict"}
         if self.loss.kind != "custom" or "labels" not in self._accepted():
             inputs.pop("labels", None)
         self._inside = True
         try:
             with self.local_logits(self.loss.local_logits):
-                outputs = self.model(**inputs, **self._no_cache())
+                inputs = {name: self.cast(v) if isinstance(v, torch.Tensor) else v for name, v in inputs.items()}
+                outputs = self.model(**{**self._no_cache(), **inputs})
         finally:
             self._inside = False
         return self.loss.sums(outputs, micro, self.plan.world), self.loss.extra(outputs)
@@ -94,13 +94,21 @@ class Calls:
         if self._inside:
             return self._own(*args, **kwargs)
         labels = kwargs.get("labels")
-        if labels is None or self.loss.kind in ("custom", None):
+        if labels is not None and self.loss.kind in ("custom", None):
+            raise InputError(
+                "the model's own loss would be this rank's mean, not that of all ranks. Call it without labels "
+                "and give "
+                "booster.backward your own loss, or use booster.step with Booster(loss=fn)."
+            )
+        if labels is None:
             return self._plain(args, kwargs)
         if args:
             raise InputError("call the model with keywords, model(**batch), when labels are given.")
         joined = Joined.of(kwargs, self.loss, self.plan)
-        with self.dropping(kwargs, joined.first_row):
+        with self.dropping(kwargs, self.seen_rows + joined.first_row):
             sums, extra = self.sums(kwargs)
+        if self.model.training:
+            self.seen_rows += joined.all_rows
         mesh = self.plan.world.mesh
         factor = mesh.size(("dp", "sp"))
         loss = GlobalMean.apply(sums.total, joined.count, factor, self.plan.world, ("dp", "sp"))
@@ -111,15 +119,19 @@ class Calls:
     def _plain(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         tensors = {**{str(i): a for i, a in enumerate(args)}, **kwargs}
         tensors = {k: v for k, v in tensors.items() if isinstance(v, torch.Tensor)}
-        first_row = self._first_row(tensors) if self.dropout is not None and self.model.training and tensors else 0
+        first_row = 0
+        if self.dropout is not None and self.model.training and tensors:
+            rows = self._rows(tensors)
+            first_row = self.seen_rows + sum(rows[: self.plan.world.mesh.coordinate("dp")])
+            self.seen_rows += sum(rows)
         with self.local_logits(False), self.dropping(tensors, first_row) if tensors else nullcontext():
             return self._own(*args, **kwargs)
 
-    def _first_row(self, tensors: dict[str, torch.Tensor]) -> int:
-        """Rows of the dp ranks before this one, for dropout's key."""
+    def _rows(self, tensors: dict[str, torch.Tensor]) -> list[int]:
+        """Rows of every dp rank in this call, for dropout's key."""
         world = self.plan.world
         mine = torch.tensor([next(iter(tensors.values())).shape[0]], device=world.device)
-        return sum(world.all_gather(mine, "dp", 0, "rows").tolist()[: world.mesh.coordinate("dp")])
+        return world.all_gather(mine, "dp", 0, "rows").tolist()
 
     def _accepted(self) -> frozenset[str]:
         """Names of the arguments that the model's own forward takes."""
@@ -137,10 +149,11 @@ class Joined:
     Attributes:
         count: valid positions over dp and sp; None where only the user's loss can tell.
         first_row: index of this rank's first row among the rows of all dp ranks.
+        rows, all_rows: of this rank's share, of all.
     """
 
-    def __init__(self, count: int | None, first_row: int, rows: int) -> None:
-        self.count, self.first_row, self.rows = count, first_row, rows
+    def __init__(self, count: int | None, first_row: int, rows: int, all_rows: int) -> None:
+        self.count, self.first_row, self.rows, self.all_rows = count, first_row, rows, all_rows
 
     @staticmethod
     def of(batch: Any, loss: Loss, plan: Plan, micro_batches: int = 1) -> Joined:
@@ -178,12 +191,12 @@ class Joined:
                     "pp must take the same rows: shard the data by booster.mesh.coordinate('dp'), not by rank."
                 )
         shares = [firsts[dp][1] for dp in sorted(firsts)]
-        first_row = sum(line[1] for line in shares[: mesh.coordinate("dp")])
+        first_row, all_rows = (sum(line[1] for line in part) for part in (shares[: mesh.coordinate("dp")], shares))
         if any(line[2] < 0 for line in shares):
-            return Joined(None, first_row, rows)
+            return Joined(None, first_row, rows, all_rows)
         total = sum(line[2] for line in shares)
         if total == 0:
             raise InputError(
                 "no rank's batch has a valid position: every shifted label is -100, so there is no loss to take."
             )
-        return Joined(total, first_row, rows)
+        return Joined(total, first_row, rows, all_rows)

@@ -96,6 +96,7 @@ def compose(
     if folder is not None:
         _read_buffers(model, folder)
     _move_buffers(model, plan.world.device)
+    plan.world.prepare([plan.world.all, "dp", "tp", ("dp", "sp"), *(chunk.group for chunk in data.chunks)])
     # 7. the optimizer steps this rank's shards
     if optimizer is not None:
         optim.spread(optimizer, names, data.shards)

@@ -53,6 +53,17 @@ class Loss:
         self.function, self.vocabulary = function, vocabulary
         self.kind = "custom" if function is not None else models.kind_of(model)
         self.router = models.router_loss(model)
+        self.ids = models.ids_of(model)
+        self.classes = vocabulary if self.kind in ("causal", "masked") else models.classes_of(model)
+        why = None if function is not None else models.other_loss(model)
+        if why:
+            raise RefusedError(f"{type(model).__name__}: {why}. Give Booster(loss=fn).")
+        if self.router and function is not None:
+            raise RefusedError(
+                "a loss function of your own decides what is lost, and a router's auxiliary loss would be "
+                "scaled by its count: "
+                "set config.output_router_logits=False and add what you want in fn."
+            )
         if self.router and "router_aux_loss" not in allow:
             raise RefusedError(
                 "the model adds a router's auxiliary loss, which is no sum over positions: its value depends on "
@@ -82,6 +93,7 @@ class Loss:
         labels = batch.get("labels")
         if not isinstance(labels, torch.Tensor):
             raise InputError(f"a batch needs 'labels' for a loss; got {sorted(batch)}. Or give Booster(loss=fn).")
+        self._check_ranges(labels, batch.get("input_ids"))
         if self.kind == "causal":
             ids = batch.get("input_ids")
             if isinstance(ids, torch.Tensor) and labels.shape != ids.shape:
@@ -91,6 +103,19 @@ class Loss:
                 )
             labels = labels[..., 1:]
         return int((labels != IGNORED).sum())
+
+    def _check_ranges(self, labels: torch.Tensor, ids: Any) -> None:
+        """A label or an id outside the vocabulary would count as a token of no rank: a wrong number, not an error."""
+        if labels.is_floating_point():
+            raise InputError(
+                f"labels are class numbers, an integer tensor; got {labels.dtype}. Or give Booster(loss=fn)."
+            )
+        for name, value, size in (("labels", labels, self.classes), ("input_ids", ids, self.ids)):
+            if size is None or not isinstance(value, torch.Tensor) or not value.numel():
+                continue
+            valid = value[value != IGNORED] if name == "labels" else value
+            if valid.numel() and not 0 <= int(valid.min()) <= int(valid.max()) < size:
+                raise InputError(f"{name} must be in 0..{size - 1}; got {int(valid.min())}..{int(valid.max())}.")
 
     def sums(self, outputs: Any, batch: Mapping[str, Any], world: World) -> Sums:
         """Sum of losses and count of one micro-batch.
@@ -104,14 +129,14 @@ class Loss:
         logits = outputs.logits
         if self.kind == "classification":
             wide = torch.promote_types(logits.dtype, torch.float32)
-            losses = nn.functional.cross_entropy(logits.to(wide), labels, reduction="sum", ignore_index=IGNORED)
+            labels = _fitted(labels, logits)
+            flat = logits.to(wide).reshape(-1, logits.shape[-1])
+            losses = nn.functional.cross_entropy(flat, labels.reshape(-1), reduction="sum", ignore_index=IGNORED)
             return Sums(losses, (labels != IGNORED).sum(), {})
         aligned = shift(labels) if self.kind == "causal" else labels
         aligned = _fitted(aligned, logits)
         vocabulary = self.vocabulary or logits.shape[-1]
-        axes = "tp" if logits.shape[-1] != vocabulary else "pp"  # a whole vocabulary: any axis of one rank
-        if axes == "pp" and world.mesh.size("tp") == 1:
-            axes = "tp"
+        axes = "tp" if logits.shape[-1] != vocabulary else ()  # a whole vocabulary: this rank alone
         losses = cross_entropy(logits, aligned, world, axes, vocabulary)
         return Sums(losses.sum(), (aligned != IGNORED).sum(), {})
 

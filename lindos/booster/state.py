@@ -66,7 +66,7 @@ def load(path: str | Path, plan: Plan, parts: Parts, weights_only: bool) -> None
         error = found
     plan.world.agree(error, "load")
     loading.load(path, manifest, [*pieces, *states], plan.world)
-    plan.data.publish()
+    plan.data.publish(frozen=True)
     if not weights_only:
         _take_up(manifest, plan, parts, states)
 
@@ -106,9 +106,7 @@ def _by_name(plan: Plan, parts: Parts) -> list[tuple[str, dict[str, Any]]]:
 
 def _facts(plan: Plan, parts: Parts) -> dict[str, Any]:
     scalars = {
-        name: {
-            k: float(v) for k, v in state.items() if isinstance(v, int | float) or (torch.is_tensor(v) and v.dim() == 0)
-        }
+        name: {key: _scalar(v) for key, v in state.items() if not torch.is_tensor(v) or v.dim() == 0}
         for name, state in _by_name(plan, parts)
     }
     facts = {

@@ -12,7 +12,6 @@ from torch import nn
 from lindos.booster import batch as batches
 from lindos.booster.calls import Calls, Joined
 from lindos.booster.compose import Plan
-from lindos.booster.precision import Precision
 from lindos.core.errors import InputError, NumbersError
 from lindos.optim.norms import clip_factor, owned_squares
 
@@ -30,7 +29,7 @@ class Result:
 
     _loss: torch.Tensor
     _norm: torch.Tensor
-    count: int
+    count: float
     lr: float | None
     skipped: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
@@ -59,8 +58,8 @@ class Totals:
 class Stepping:
     """Runs the micro-batches of one step and brings their sums together."""
 
-    def __init__(self, plan: Plan, calls: Calls, precision: Precision, micro_batches: int) -> None:
-        self.plan, self.calls, self.precision, self.micro_batches = plan, calls, precision, micro_batches
+    def __init__(self, plan: Plan, calls: Calls, micro_batches: int) -> None:
+        self.plan, self.calls, self.micro_batches = plan, calls, micro_batches
 
     def gradients(self, batch: Any) -> tuple[Joined, Totals]:
         """Reduced gradients of the global mean loss in the chunks, and this rank's sums."""
@@ -70,7 +69,7 @@ class Stepping:
                 "step(batch) starts from no gradients; call optimizer.zero_grad() after your own backward."
             )
         joined = Joined.of(batch, self.calls.loss, self.plan, self.micro_batches)
-        moved = batches.move(batch, world.device, self.precision)
+        moved = batches.move(batch, world.device)
         micros = batches.cut(moved, joined.rows, self.micro_batches)
         factor = world.mesh.size(("dp", "sp"))
         totals = _zero_totals(world.device)
@@ -95,7 +94,7 @@ class Stepping:
             raise
         return joined, totals
 
-    def settle(self, joined: Joined, totals: Totals) -> tuple[torch.Tensor, torch.Tensor, int, dict[str, float]]:
+    def settle(self, joined: Joined, totals: Totals) -> tuple[torch.Tensor, torch.Tensor, float, dict[str, float]]:
         """Global loss, gradient norm, count and metrics.
 
         Communicates: one all_reduce over the world of 4 numbers and 2 a metric.
@@ -104,11 +103,13 @@ class Stepping:
         first = all(world.mesh.coordinate(axis) == 0 for axis in ("tp", "pp"))  # others hold the same sums
         layouts = ((ledger.parameter(name).at_rest, gradient) for name, gradient in data.gradients())
         squares = owned_squares(layouts, world.mesh).to(world.device)
-        mine = [totals.loss, totals.count, totals.extra, *(t for pair in totals.metrics.values() for t in pair)]
+        names = sorted(totals.metrics)
+        mine = [totals.loss, totals.count, totals.extra, *(t for name in names for t in totals.metrics[name])]
         vector = torch.stack([squares, *(t if first else torch.zeros_like(t) for t in mine)])
-        vector = world.all_reduce(vector, world.all, "step totals")
-        count = joined.count or int(vector[2])
+        vector = world.all_reduce(vector, world.all, f"step totals {' '.join(names)}".strip())
+        count = joined.count or float(vector[2])  # a user's count may be a sum of weights
         if count == 0:
+            data.forget()
             raise InputError("the loss function counted no valid position on any rank.")
         norm = vector[0].sqrt()
         if joined.count is None:
@@ -116,7 +117,7 @@ class Stepping:
             norm = norm / count
         shares = world.mesh.size(("dp", "sp"))
         loss = vector[1] / count + vector[3] / shares
-        metrics = {name: float(vector[4 + 2 * i] / vector[5 + 2 * i]) for i, name in enumerate(totals.metrics)}
+        metrics = {name: float(vector[4 + 2 * i] / vector[5 + 2 * i]) for i, name in enumerate(names)}
         return loss, norm, count, metrics
 
     def clip(self, norm: torch.Tensor, max_norm: float | None) -> None:
@@ -146,7 +147,7 @@ class Stepping:
         )
 
     def _forwards(self, batch: Any) -> None:
-        moved = batches.move(batch, self.plan.world.device, self.precision)
+        moved = batches.move(batch, self.plan.world.device)
         rows = batches.rows_of(batch, 1)
         with torch.no_grad():
             for micro in batches.cut(moved, rows, self.micro_batches):

@@ -8,6 +8,7 @@ import platform
 import socket
 import time
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -165,6 +166,11 @@ class World:
         x = x.contiguous()
         self._call("broadcast", x, axes, name, x.numel(), lambda group, s: group.broadcast(x, source, s), source)
         return x
+
+    def prepare(self, groups: Iterable[Axes]) -> None:
+        """Make groups that later calls need, on all ranks in this order: process groups are made by all at once."""
+        for axes in groups:
+            self._group(axes)
 
     @property
     def all(self) -> tuple[str, ...]:

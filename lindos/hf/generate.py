@@ -34,7 +34,7 @@ def sample_ids(
     longest = getattr(config, "max_position_embeddings", None) or 1 << 30
     stop = getattr(config, "eos_token_id", None)
     stops = set(stop if isinstance(stop, list | tuple) else [stop]) - {None}
-    training = model.training
+    modes = {module: module.training for module in model.modules()}
     model.eval()
     ids, made = list(prompt_ids), []
     try:
@@ -46,7 +46,8 @@ def sample_ids(
             if made[-1] in stops:
                 break
     finally:
-        model.train(training)
+        for module, training in modes.items():
+            module.training = training
     return made
 
 

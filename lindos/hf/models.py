@@ -107,6 +107,36 @@ def vocabulary_of(model: nn.Module) -> int | None:
     return None if head is None or not hasattr(head, "weight") else head.weight.shape[0]
 
 
+def ids_of(model: nn.Module) -> int | None:
+    """Rows of the input embedding, where the model has one."""
+    get = getattr(model, "get_input_embeddings", None)
+    try:
+        table = get() if get else None
+    except NotImplementedError:
+        return None
+    return table.weight.shape[0] if isinstance(table, nn.Embedding) else None
+
+
+def classes_of(model: nn.Module) -> int | None:
+    """Classes of a classification model."""
+    return getattr(getattr(model, "config", None), "num_labels", None) if kind_of(model) == "classification" else None
+
+
+UNSHIFTED = ("XLNetLMHeadModel", "CpmAntForCausalLM")  # causal by name, but their labels are not shifted
+
+
+def other_loss(model: nn.Module) -> str | None:
+    """Why a model's own loss is another one than its kind says, or None."""
+    if type(model).__name__ in UNSHIFTED:
+        return "its labels are not shifted as in other causal models"
+    if kind_of(model) == "classification":
+        config = model.config
+        problem = getattr(config, "problem_type", None)
+        if problem in ("regression", "multi_label_classification") or getattr(config, "num_labels", 2) == 1:
+            return f"its loss is a {(problem or 'regression').replace('_', ' ')}, not a cross-entropy over classes"
+    return None
+
+
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """Buffers that are part of a model's state, by name."""
     found = {}

@@ -89,7 +89,7 @@ class Chunk:
         self.group, self.trained = first.group, first.trained
         self.size = max(slot.start + slot.item.room for slot in self.slots)
         self.work = torch.zeros(self.size, dtype=first.work, device=self.device)
-        same = first.work == first.master or not first.trained
+        same = first.work == first.master
         self.master = self.work if same else torch.zeros(self.size, dtype=first.master, device=self.device)
 
     def view(self, buffer: torch.Tensor, slot: Slot) -> torch.Tensor:

@@ -86,7 +86,7 @@ def _plan_side(case: Case, optimizer: str, dtype: torch.dtype, ranks: Ranks) -> 
 
 
 def _judge(report: Report, run: str, case: Case, side: Side, true: Trace, found: list[compare.Difference]) -> None:
-    drift = [compare.Difference(step, "replica of", name, float("nan"), 0.0) for step, name in side.drifted]
+    drift = [compare.Difference(step, "replica of", name, 1.0, 0.0) for step, name in side.drifted]
     worst = max((d for step in range(case.steps) for d in _distances(side.trace, true, step)), key=lambda d: d[0])
     report.runs[run] = {**numbers(side.trace), "worst": f"largest gradient distance {worst[0]:.1e} at {worst[1]}"}
     if found or drift:

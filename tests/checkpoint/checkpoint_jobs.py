@@ -38,7 +38,8 @@ class Rows(torch.utils.data.Dataset):
 
 
 def run_of(plugin: Any, dtype: torch.dtype, kind: str = "llama", tied: bool = False) -> tuple:
-    model = twin(twin_config(kind, **CONFIG, tied=tied), seed=1, dtype=dtype)
+    words = {k: v for k, v in CONFIG.items() if kind != "gpt2" or k != "kv_heads"}
+    model = twin(twin_config(kind, **words, tied=tied), seed=1, dtype=dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     booster = lindos.Booster(plugin, max_norm=1.0)

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from lindos.comm.world import Flight, World
-from lindos.core.errors import InputError
 from lindos.core.ledger import Entry, Ledger
 from lindos.core.mesh import Mesh
 from lindos.memory.chunk import Chunk, Item, Phase, Slot, pack
@@ -48,10 +47,11 @@ class Data:
         for entry in list(ledger.of("parameter")):
             work, master = self.dtypes(getattr(torch, entry.dtype))
             entry.dtype = str(work).removeprefix("torch.")
-            if not entry.trained:
-                continue
             dtype = str(master).removeprefix("torch.")
-            ledger.add(Entry(entry.name, "gradient", entry.role, dtype, entry.at_rest, entry.in_use, entry.sum_over))
+            if entry.trained:
+                ledger.add(
+                    Entry(entry.name, "gradient", entry.role, dtype, entry.at_rest, entry.in_use, entry.sum_over)
+                )
             if master != work:
                 ledger.add(Entry(f"{entry.name}/master", "state", entry.role, dtype, entry.at_rest, entry.in_use))
         return mesh
@@ -113,7 +113,7 @@ class Data:
     def open(self, last: bool) -> None:
         """A backward begins; `last` if its gradients are the last of the step."""
         if self.reduced:
-            raise InputError("gradients of this step are reduced already. Call optimizer.step() and zero_grad() first.")
+            self._spread()
         self._open, self._last, self._next = True, last, 0
         for chunk in self._trained:
             chunk.phase = Phase.OPEN
@@ -134,6 +134,12 @@ class Data:
             torch.accelerator.current_stream().wait_stream(self._stream)
         self._pending = 0
 
+    def _spread(self) -> None:
+        """Another backward after the last: what is reduced becomes each rank's equal share of the coming sum."""
+        for chunk in self._trained:
+            assert isinstance(chunk.group, tuple)
+            chunk._gradients().mul_(1.0 / self.world.mesh.size(chunk.group))
+
     def abandon(self) -> None:
         """A backward failed: forget what it left."""
         self._open = False
@@ -152,9 +158,9 @@ class Data:
             for slot in chunk.slots:
                 self.shards[slot.name].grad = chunk.gradient_of(slot)
 
-    def publish(self) -> None:
-        """Masters to working copies after an optimizer step."""
-        for chunk in self._trained:
+    def publish(self, frozen: bool = False) -> None:
+        """Masters to working copies after an optimizer step; those of frozen parameters too after a load."""
+        for chunk in self.chunks if frozen else self._trained:
             chunk.publish()
 
     def forget(self) -> None:
