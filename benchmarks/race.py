@@ -136,7 +136,7 @@ def race(
         f"    {'limit':18} {1e3 * floor:7.1f} ms: the FLOPs at {result['rate'] / 1e9:.0f} GF/s a thread; lindos "
         f"is {medians[lindos_side] / floor:.2f} x it"
     )
-    peaks = {name: run([name], precision, 1, 4)["peak_mib"] for name in (lindos_side, *others)}
+    peaks = {name: run([name], precision, 1, 2)["peak_mib"] for name in (lindos_side, *others)}
     print("    peak MiB of rank 0: " + ", ".join(f"{name} {peak:.0f}" for name, peak in peaks.items()), flush=True)
     return ratio <= limit
 
