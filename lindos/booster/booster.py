@@ -27,6 +27,7 @@ from lindos.hf import models
 from lindos.hf.export import export as hf_export
 from lindos.optim.norms import total_norm
 from lindos.optim.optimizer import Optimizer
+from lindos.parallel.dropout import refuse_unkeyed
 from lindos.parallel.whole import whole
 
 
@@ -119,6 +120,7 @@ class Booster:
             loss = Loss(model, self._function, self._allow, models.vocabulary_of(model))
             rebuilt = over_dp(loader, self.mesh.coordinate("dp"), self.mesh.size("dp"), self._world.seed)
             _refuse_batch_norm(model)
+            refuse_unkeyed(model)
             if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
                 raise RefusedError(
                     "ReduceLROnPlateau steps on a metric, which step() does not give it; call it yourself."

@@ -129,15 +129,33 @@ def _first(environment: Mapping[str, str], names: tuple[str, ...], default: int 
     return default
 
 
-def _store(rank: int, size: int, timeout_seconds: float) -> Any:
-    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-    if not address or not port:
+def _meeting(environment: Mapping[str, str]) -> tuple[str, int]:
+    """Where rank 0 listens: as torchrun says, else as Slurm or OpenMPI let it be known.
+
+    Raises:
+        InputError: nothing says so.
+    """
+    address, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
+    job = environment.get("SLURM_JOB_ID", "")
+    if "SLURM_STEP_ID" in environment:
+        address = address or environment.get("SLURM_LAUNCH_NODE_IPADDR")
+        port = port or (str(20_000 + int(job) % 20_000) if job.isdigit() else None)
+    size = environment.get("OMPI_COMM_WORLD_SIZE")
+    if size is not None and size == environment.get("OMPI_COMM_WORLD_LOCAL_SIZE"):
+        address, port = address or "127.0.0.1", port or "29500"
+    if not address or not port or not port.isdigit():
         raise InputError(
-            "MASTER_ADDR and MASTER_PORT must name where rank 0 listens. torchrun and lindos run set them."
+            "MASTER_ADDR and MASTER_PORT must name where rank 0 listens, got "
+            f"{address!r} and {port!r}. torchrun and lindos run set them; under mpirun over several hosts export both."
         )
+    return address, int(port)
+
+
+def _store(rank: int, size: int, timeout_seconds: float) -> Any:
+    address, port = _meeting(os.environ)
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     limit = timedelta(seconds=max(timeout_seconds, 30))
-    store = dist.TCPStore(address, int(port), size, rank == 0 and not agent, timeout=limit, wait_for_workers=False)
+    store = dist.TCPStore(address, port, size, rank == 0 and not agent, timeout=limit, wait_for_workers=False)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"lindos/{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{attempt}", store)
 

@@ -76,7 +76,7 @@ def _materialised(module: nn.Module) -> nn.Module:
     """A copy of a unit with fp32 storage for its parameters; buffers keep their values."""
     memo: dict[int, nn.Parameter] = {}
     for parameter in module.parameters():
-        value = torch.zeros(parameter.shape, dtype=torch.float32) if parameter.is_meta else parameter.detach().clone()
+        value = torch.full(parameter.shape, torch.nan) if parameter.is_meta else parameter.detach().clone()
         memo[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
     return copy.deepcopy(module, memo)
 
@@ -89,7 +89,6 @@ def _initialise(
     made: nn.Module, unit: str, seed: int, model: nn.Module, submodels: list[tuple[str, nn.Module]]
 ) -> None:
     """Children first, as transformers does; each module under its own seed."""
-    covered: set[int] = set()
     for suffix, module in reversed(list(made.named_modules())):
         name = f"{unit}.{suffix}" if suffix and unit else unit or suffix
         torch.manual_seed(seed_of(seed, "init", name))
@@ -100,13 +99,13 @@ def _initialise(
         if owner is not None:
             module.__dict__.pop("_is_hf_initialized", None)
             owner._init_weights(module)  # type: ignore[operator]
-            covered.update(id(p) for p in module.parameters())
         elif callable(getattr(module, "reset_parameters", None)):
             module.reset_parameters()  # type: ignore[operator]
-            covered.update(id(p) for p in module.parameters(recurse=False))
     for suffix, parameter in made.named_parameters():
-        if id(parameter) not in covered:
+        if bool(parameter.isnan().any()):
             raise RefusedError(
-                f"parameter {unit}.{suffix} was built under lindos.lazy(), and its module has no reset_parameters() to "
-                "give it a value. Add one, or build the model without lazy()."
+                f"parameter {unit}.{suffix} was built under lindos.lazy(), and no rule gives it a value: its "
+                f"module has no "
+                "reset_parameters(), its model's _init_weights does not know it. Add one, or build the model "
+                "without lazy()."
             )

@@ -147,8 +147,31 @@ class Dropout(TorchFunctionMode):
         return self._dropout(weights, given["dropout_p"]) @ value
 
 
+def refuse_unkeyed(model: nn.Module) -> None:
+    """Randomness that torch draws by itself would differ between plans.
+
+    Raises:
+        RefusedError: names the module or the option.
+    """
+    unkeyed = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+    for name, module in model.named_modules():
+        attention = isinstance(module, nn.MultiheadAttention) and module.dropout > 0
+        if attention or (isinstance(module, unkeyed) and module.p > 0):
+            raise RefusedError(f"{name} ({type(module).__name__}) drops by numbers of its own. Set its dropout to 0.")
+    config = getattr(model, "config", None)
+    for key, value in (config.to_dict() if hasattr(config, "to_dict") else {}).items():
+        if (
+            ("layerdrop" in key or "jitter" in key or "drop_path" in key)
+            and isinstance(value, int | float)
+            and value > 0
+        ):
+            raise RefusedError(f"config.{key}={value} draws numbers that differ between plans. Set it to 0.")
+
+
 def has_dropout(model: nn.Module) -> bool:
-    """Whether a forward in training could drop anything."""
+    """Whether a forward in training could drop anything; a model without a configuration may always."""
+    if not hasattr(model, "config"):
+        return True
     if any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in model.modules()):
         return True
     config = getattr(model, "config", None)

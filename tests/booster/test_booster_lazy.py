@@ -113,3 +113,18 @@ def refused(world):
 def test_a_module_without_a_rule_is_refused(ranks):
     with pytest.raises(RefusedError, match="reset_parameters"):
         ranks.run(refused, 1)
+
+
+def test_an_initialisation_of_its_own_is_refused_and_not_lost():
+    class Tiny(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(3, 3)
+            self.apply(self.start)
+
+        def start(self, module: torch.nn.Module) -> None:
+            if isinstance(module, torch.nn.Linear):
+                torch.nn.init.constant_(module.weight, 7.0)
+
+    with pytest.raises(RefusedError, match=r"test_booster_lazy\.py:.* start"), lindos.lazy():
+        Tiny()

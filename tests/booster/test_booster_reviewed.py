@@ -210,3 +210,10 @@ def test_dropout_differs_between_calls_of_one_step():
     model, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     rows = batch(model.config, 4, 10, seed=0)
     assert float(model(**rows).loss.detach()) != float(model(**rows).loss.detach())
+
+
+@pytest.mark.parametrize("module", [torch.nn.Dropout2d(0.1), torch.nn.MultiheadAttention(4, 2, dropout=0.1)])
+def test_randomness_of_its_own_is_refused(module):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), module)
+    with pytest.raises(RefusedError, match=r"1 \("):
+        lindos.Booster(loss=lambda outputs, _: (outputs.sum(), 1)).boost(model)

@@ -123,3 +123,23 @@ def test_two_processes_meet_and_one_breaks(alone):
     assert "RankError: [rank 0] all_reduce #2 'second'" in error
     assert "rank 1: did not arrive; raised ValueError: a broken thing" in error
     assert [process.returncode for process in started] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("environment", "meeting"),
+    [
+        ({"MASTER_ADDR": "a", "MASTER_PORT": "5"}, ("a", 5)),
+        ({"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "41", "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1"}, ("10.0.0.1", 20_041)),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, ("127.0.0.1", 29_500)),
+    ],
+)
+def test_where_rank_0_listens(environment, meeting):
+    assert launch._meeting(environment) == meeting
+
+
+@pytest.mark.parametrize(
+    "environment", [{}, {"MASTER_ADDR": "a"}, {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}]
+)
+def test_nothing_says_where_rank_0_listens(environment):
+    with pytest.raises(InputError, match="MASTER_ADDR"):
+        launch._meeting(environment)
