@@ -30,7 +30,18 @@ USAGE = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code; errors of lindos become one message on standard error."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    code = _main(list(sys.argv[1:] if argv is None else argv))
+    world = _world()
+    if world is not None and world.size > 1:
+        # All is said and left. The interpreter's own end would still meet threads inside torch's store and process
+        # groups, which now and then abort the process and so replace the code.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def _main(arguments: list[str]) -> int:
     try:
         return _dispatch(arguments)
     except LindosError as error:
