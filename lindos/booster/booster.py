@@ -210,8 +210,7 @@ class Booster:
         try:
             with torch.no_grad():
                 for batch in batches:
-                    cutting.rows_of(batch, 1)
-                    self._calls.loss.counted(batch)
+                    self._check_evaluated(batch)
                     sums, _ = self._calls.sums(cutting.move(batch, plan.world.device))
                     total += torch.stack(
                         [sums.total.double(), torch.as_tensor(sums.count, dtype=torch.float64).to(total)]
@@ -226,6 +225,25 @@ class Booster:
         if total[1] == 0:
             raise InputError("evaluate(batches) found no valid position on any rank.")
         return Evaluation(float(total[0] / total[1]), int(total[1]))
+
+    def _check_evaluated(self, batch: Any) -> None:
+        """A batch is good, and the same, on all ranks of this tensor-parallel group, or all of them raise."""
+        error: InputError | None = None
+        try:
+            cutting.rows_of(batch, 1)
+            self._calls.loss.counted(batch)
+        except InputError as found:
+            error = found
+        world = self._boosted("evaluate").world
+        if world.mesh.size("tp") > 1:
+            mine = torch.tensor([[error is not None, 0 if error else cutting.digest(batch)]], dtype=torch.int64)
+            seen = world.all_gather(mine.to(world.device), "tp", 0, "evaluated batch").tolist()
+            if error is None and len({tuple(line) for line in seen}) > 1:
+                error = InputError(
+                    "ranks of one dp coordinate must evaluate the same good batches; another has a bad one."
+                )
+        if error is not None:
+            raise error
 
     def _train_mode(self) -> None:
         """Training mode for the model, as it was at boost: a module that you froze in eval mode stays there."""

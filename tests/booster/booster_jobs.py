@@ -237,6 +237,10 @@ def bad(world: Any, plugin: Any, case: str) -> None:
         batch_["labels"] = torch.full_like(batch_["labels"], -100)
     if case == "odd shape" and last:
         batch_["position_ids"] = torch.zeros(3, 12, dtype=torch.long)
+    if case == "evaluated rows" and last:
+        batch_["labels"] = batch_["labels"][:, :3]
+    if case == "evaluated rows":
+        booster.evaluate([batch_])
     if case == "plain backward":
         model(**batch_).loss.backward()
         optimizer.step()

@@ -19,6 +19,7 @@ from lindos.core.errors import InputError, LindosError, NumbersError, RefusedErr
         ("no valid token", "no rank's batch has a valid position"),
         ("odd shape", "position_ids"),
         ("plain backward", "booster.backward"),
+        ("evaluated rows", "must"),
         ("nan", "model.layers.1"),
     ],
 )
