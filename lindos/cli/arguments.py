@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from lindos.core.errors import InputError, nearest
+from lindos.train.reading import taken as taken
 
 
 class Parser(argparse.ArgumentParser):
@@ -28,27 +29,6 @@ class Parser(argparse.ArgumentParser):
 
     def _knows(self, word: str) -> bool:
         return word == "--" or word.partition("=")[0] in self._option_string_actions
-
-
-def taken(arguments: Sequence[str], flag: str) -> tuple[str | None, list[str]]:
-    """The value of a flag that stands anywhere, and the other arguments.
-
-    Raises:
-        InputError: the flag ends the line.
-    """
-    rest: list[str] = []
-    value = None
-    words = iter(arguments)
-    for word in words:
-        if word == flag:
-            value = next(words, None)
-            if value is None:
-                raise InputError(f"{flag} needs a value, got none.")
-        elif word.startswith(flag + "="):
-            value = word[len(flag) + 1 :]
-        else:
-            rest.append(word)
-    return value, rest
 
 
 def count(text: str | None, flag: str) -> int | None:

@@ -39,7 +39,7 @@ def configure(arguments: Sequence[str], prog: str = "lindos pretrain", more: str
         SystemExit: --help was printed.
     """
     given = list(arguments)
-    recipe, given = _taken(given, "--recipe")
+    recipe, given = taken(given, "--recipe")
     base = Config()
     if recipe is not None:
         from lindos.train.recipes import recipe as named
@@ -93,7 +93,7 @@ def _literal(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def _taken(arguments: list[str], flag: str) -> tuple[str | None, list[str]]:
+def taken(arguments: list[str], flag: str) -> tuple[str | None, list[str]]:
     """The value of a flag, and the arguments without it."""
     rest, value = [], None
     words = iter(arguments)
