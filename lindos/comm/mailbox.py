@@ -5,7 +5,7 @@ other counter has arrived, read the others' slots. Two slots are enough: whoever
 that all have read slot n. The signature of the call travels beside the data, so a rank that makes another call is
 found before a byte of it is used. Sums run in rank order on every rank, hence are bit-equal over ranks.
 
-Gloo needs a loopback round trip where this needs two copies: 1 MiB over two ranks costs a tenth (benchmarks/comm.py).
+Gloo needs a loopback round trip where this needs two copies: 1 MiB over two ranks costs an eighth (benchmarks/comm.py).
 Plain stores are seen in order by other cores on x86; elsewhere gloo serves.
 """
 
