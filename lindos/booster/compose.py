@@ -96,7 +96,8 @@ def compose(
     if folder is not None:
         _read_buffers(model, folder)
     _move_buffers(model, plan.world.device)
-    plan.world.prepare([plan.world.all, "dp", "tp", ("dp", "sp"), *(chunk.group for chunk in data.chunks)])
+    inner = plan.tensor.finish(model, plan.world) if plan.tensor else []
+    plan.world.prepare([plan.world.all, "dp", "tp", ("dp", "sp"), *inner, *(chunk.group for chunk in data.chunks)])
     # 7. the optimizer steps this rank's shards
     if optimizer is not None:
         optim.spread(optimizer, names, data.shards)
@@ -134,7 +135,7 @@ def _ledger(model: nn.Module, tied: dict[str, tuple[str, ...]], trained: set[str
 
 
 def _tensor(model: nn.Module, plugin: Plugin) -> Tensor:
-    rules = Rules.read(plugin.rules) if plugin.rules is not None else hf_rules.rules_of(model)
+    rules = Rules.read(plugin.rules) if plugin.rules is not None else hf_rules.rules_of(model, plugin.tp)
     return Tensor(rules, plugin.tensor).read(model, plugin.tp)
 
 

@@ -5,8 +5,9 @@
     "transformer.h.*.attn.c_attn" = { role = "column", blocks = 3, heads = "query" }
     "transformer.h.*.mlp.c_proj" = "row"
 
-`*` stands for one part of a dotted name. Every module that a rule should match must match exactly one, and every rule
-must match something: a rule that silently does nothing is how a model ends up nearly parallel.
+`*` stands for one part of a dotted name. A rule is about a module, or one parameter that a module holds by itself.
+Every name that a rule should match must match exactly one, and every rule must match something: a rule that silently
+does nothing is how a model ends up nearly parallel.
 """
 
 from __future__ import annotations
@@ -25,30 +26,44 @@ ROLES = {
     "row": "weight cut along its inputs; input cut, output summed; a bias is added once",
     "gathered_column": "column whose output is gathered again",
     "split_row": "row whose whole input is first split",
+    "latent": "whole weight, whole output that cut math reads: the output's gradient is summed",
+    "inner_column": "column whose input is a latent, so that its gradient is summed there already",
+    "whole_output": "row whose summed output is read by cut math again: summed forward and backward",
     "vocabulary_embedding": "embedding cut along the vocabulary, looked up where the id lives and summed",
     "vocabulary_head": "column whose outputs are the vocabulary",
-    "head_norm": "norm applied to each head of a cut tensor: whole, its gradient summed",
+    "head_norm": "norm, or any module, applied alike to each head of a cut tensor: whole, its gradient summed",
+    "wide_norm": "norm over all heads or inner features: weight cut with them, statistics summed",
+    "group_norm": "norm over each kv group of a cut tensor: weight cut, statistics summed where a group is shared",
+    "convolution": "depthwise convolution of cut features: cut with them",
+    "head_table": "embedding whose outputs are one number a head: cut with the heads",
+    "head_parameter": "bare parameter with one line a head or feature: cut with them along `dim`",
+    "activation_parameter": "bare parameter, or module, that cut features read alike: whole, its gradient summed",
     "experts": "fused experts, each cut along its inner size; output summed",
     "whole": "held whole by every rank; sees whole inputs",
 }
+KINDS = ("query", "key_value")
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One pattern and the role of the modules that it matches.
+    """One pattern and the role of the modules, or bare parameters, that it matches.
 
     Attributes:
-        pattern: dotted module name in which `*` stands for one part.
+        pattern: dotted name in which `*` stands for one part.
         role: a key of `ROLES`.
-        blocks: number of equal fused blocks along the outputs, or their sizes.
-        heads: "query" or "key_value" when outputs (column) or inputs (row) are attention heads, else None.
+        blocks: number of equal fused blocks along the cut dim, or their sizes.
+        heads: what the cut features are: "query" or "key_value" heads, one for each block where they differ, else None.
+        home: the module whose heads they are; empty for the one that holds the match.
+        dim: dim that a bare parameter is cut along.
         source: where the rule comes from, for messages.
     """
 
     pattern: str
     role: str
     blocks: int | tuple[int, ...] = 1
-    heads: str | None = None
+    heads: str | tuple[str, ...] | None = None
+    home: str = ""
+    dim: int = 0
     source: str = "written"
 
     def __post_init__(self) -> None:
@@ -60,19 +75,56 @@ class Rule:
             raise RulesError(
                 f"rule {self.pattern!r}: blocks is a number of blocks or their sizes, from 1; got {self.blocks!r}."
             )
-        if self.heads not in (None, "query", "key_value"):
+        if any(kind not in (None, *KINDS) for kind in self.kinds(1)[:1] + self.kinds(self.count)):
             raise RulesError(f"rule {self.pattern!r}: heads is 'query' or 'key_value'; got {self.heads!r}.")
+        if isinstance(self.heads, tuple) and len(self.heads) != self.count:
+            raise RulesError(
+                f"rule {self.pattern!r}: heads names a kind for each of {self.count} blocks; got {self.heads!r}."
+            )
+
+    @property
+    def count(self) -> int:
+        """Number of fused blocks."""
+        return len(self.blocks) if isinstance(self.blocks, tuple) else self.blocks
+
+    def kinds(self, count: int) -> tuple[str | None, ...]:
+        """What the features of each of `count` blocks are."""
+        return self.heads if isinstance(self.heads, tuple) else (self.heads,) * count
 
     def matches(self, name: str) -> bool:
         return re.fullmatch(re.escape(self.pattern).replace(r"\*", r"[^.]+"), name) is not None
 
 
 @dataclass(frozen=True)
+class Home:
+    """A module that owns heads (attention), channels (state space) or groups, and what its own forward reads of them.
+
+    Attributes:
+        query, key_value: heads in all. Channels are heads of one element.
+        local: attributes that become this rank's, with what they count: "query", "key_value" (their values scale with
+            the heads), "ratio" (query heads to a kv head), or "=child" (the local channels of a convolution).
+        arguments: inputs of its forward that come with all heads: (name, dim, kind); dim -1 counts from the end.
+    """
+
+    query: int
+    key_value: int
+    local: tuple[tuple[str, str], ...] = ()
+    arguments: tuple[tuple[str, int, str], ...] = ()
+
+
+@dataclass(frozen=True)
 class Rules:
-    """An ordered set of rules; where two match one module it is an error, so order only shows in print."""
+    """An ordered set of rules; where two match one module it is an error, so order only shows in print.
+
+    Attributes:
+        rules: the rules.
+        homes: modules that own heads, by name, where more is known than their attributes say.
+        left: modules that stay whole although they could be large, by name, with the reason.
+    """
 
     rules: tuple[Rule, ...] = ()
-    options: Mapping[str, Any] = field(default_factory=dict)
+    homes: Mapping[str, Home] = field(default_factory=dict)
+    left: Mapping[str, str] = field(default_factory=dict)
 
     @staticmethod
     def read(source: Rules | Mapping[str, Any] | str | Path) -> Rules:
@@ -94,37 +146,40 @@ class Rules:
         return Rules(tuple(_rule(pattern, value) for pattern, value in table.items()))
 
     def resolve(self, names: Iterable[str]) -> dict[str, Rule]:
-        """The rule of each module that has one.
+        """The rule of each module, or bare parameter, that has one.
 
         Raises:
             RulesError: a rule matches nothing, or two rules match one module.
         """
         found: dict[str, Rule] = {}
         used = set()
-        names = list(names)
+        names = list(dict.fromkeys(names))
+        known = set(names)
         for rule in self.rules:
-            for name in names:
+            for name in names if "*" in rule.pattern else [rule.pattern] * (rule.pattern in known):
                 if not rule.matches(name):
                     continue
                 used.add(rule)
                 if name in found:
                     raise RulesError(
-                        f"module {name!r} is matched twice, by {found[name].pattern!r} and {rule.pattern!r}. Keep one."
+                        f"{name!r} is matched twice, by {found[name].pattern!r} and {rule.pattern!r}. Keep one."
                     )
                 found[name] = rule
         for rule in self.rules:
             if rule not in used:
-                raise RulesError(f"rule {rule.pattern!r} matches no module: {nearest(rule.pattern, set(names))[:300]}.")
+                close = nearest(rule.pattern, set(names))[:300]
+                raise RulesError(f"rule {rule.pattern!r} matches no module or parameter: {close}.")
         return found
 
 
 def _rule(pattern: str, value: Any) -> Rule:
     if isinstance(value, str):
         return Rule(pattern, value)
-    if not isinstance(value, Mapping) or "role" not in value or set(value) - {"role", "blocks", "heads"}:
-        raise RulesError(f"rule {pattern!r} is a role or a table of role, blocks and heads; got {value!r}.")
-    blocks = value.get("blocks", 1)
-    return Rule(pattern, value["role"], tuple(blocks) if isinstance(blocks, list) else blocks, value.get("heads"))
+    known = ("role", "blocks", "heads", "home", "dim")
+    if not isinstance(value, Mapping) or "role" not in value or set(value) - set(known):
+        raise RulesError(f"rule {pattern!r} is a role or a table of {', '.join(known)}; got {value!r}.")
+    given = {key: tuple(item) if isinstance(item, list) else item for key, item in value.items()}
+    return Rule(pattern, **given)
 
 
 def _toml(path: Path) -> Mapping[str, Any]:

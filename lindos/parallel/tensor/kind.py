@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from lindos.comm.world import World
@@ -10,7 +11,8 @@ from lindos.core.mesh import Mesh
 from lindos.core.rules import Rule, Rules
 from lindos.parallel.tensor import attention
 from lindos.parallel.tensor.forwards import Crossing, install
-from lindos.parallel.tensor.roles import AXIS, Heads, attention_heads, write
+from lindos.parallel.tensor.heads import Heads, all_heads, home_of, input_dim
+from lindos.parallel.tensor.roles import AXIS, Partial, write
 from lindos.parallel.tensor.tables import table_of
 
 
@@ -25,30 +27,84 @@ class Tensor:
         self.rules, self.table = rules, table_of(algorithm)
         self.resolved: dict[str, Rule] = {}
         self.heads: dict[str, Heads] = {}
+        self.partial: dict[str, Partial] = {}
         self.crossing: Crossing | None = None
         self.model: nn.Module | None = None
 
     def read(self, model: nn.Module, parts: int) -> Tensor:
-        """Match the rules against the model's modules.
+        """Match the rules against the model's modules and bare parameters.
 
         Raises:
             RulesError: a rule matches nothing, or two match one module.
             LayoutError: heads that tp cannot cut.
         """
         names = [name for name, _ in model.named_modules() if name]
+        names += [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        names += [name for name, _ in model.named_buffers()]
         self.model, self.resolved = model, self.rules.resolve(names)
-        modules = dict(model.named_modules())
-        for name, rule in self.resolved.items():
-            if rule.heads:
-                self.heads[name] = attention_heads(name, rule, self.resolved, modules, parts)
+        self.heads = all_heads(self.resolved, self.rules.homes, dict(model.named_modules()), parts)
         return self
 
     def contribute(self, ledger: Ledger, mesh: Mesh) -> Mesh:
         assert self.model is not None
-        return write(ledger, mesh, self.resolved, self.model, self.table) if mesh.size(AXIS) > 1 else mesh
+        if mesh.size(AXIS) > 1:
+            mesh, self.partial = write(ledger, mesh, self.resolved, self.heads, self.model, self.table)
+        return mesh
 
     def apply(self, model: nn.Module, ledger: Ledger, world: World) -> None:
+        """Forwards, attributes and buffers; parameters are still whole, or on meta."""
         self.crossing = Crossing(world)
-        if world.mesh.size(AXIS) > 1:
-            install(model, self.resolved, self.crossing, self.heads)
-            attention.localise(model, self.heads, world.mesh.coordinate(AXIS))
+        if world.mesh.size(AXIS) == 1:
+            return
+        install(model, self.resolved, self.crossing, self.heads)
+        modules = dict(model.named_modules())
+        sizes = {
+            home_of(name, rule): modules[name].get_parameter("weight").shape[input_dim(modules[name])]
+            for name, rule in self.resolved.items()
+            if rule.heads and rule.role in ("row", "split_row")
+        }
+        for name in self.resolved:
+            self._cut_buffer(modules, name, ledger, world)
+        attention.localise(model, self.heads, self.rules.homes, sizes, world)
+
+    def finish(self, model: nn.Module, world: World) -> list[str]:
+        """Once parameters are this rank's: lines that neighbours share have their gradients summed.
+
+        Returns:
+            The sub-axes of tp that forwards and gradients talk over.
+
+        Communicates: in backward, one all_reduce of those lines over the neighbours for each such parameter.
+        """
+        parameters = dict(model.named_parameters())
+        for name, partial in self.partial.items():
+            if parameters[name].requires_grad:
+                parameters[name].register_hook(_summed(partial, world, name))
+        shared = [its for its in self.heads.values() if its.sharing > 1]
+        return list(dict.fromkeys(axis for its in shared for axis in (its.held_axis, its.shared_axis)))
+
+    def _cut_buffer(self, modules: dict[str, nn.Module], name: str, ledger: Ledger, world: World) -> None:
+        entry = ledger.entries.get(("buffer", name))
+        if entry is None:
+            return
+        home, _, suffix = name.rpartition(".")
+        whole = modules[home]._buffers[suffix]
+        assert whole is not None
+        local = whole.new_empty(entry.in_use.local_shape(world.mesh))
+        for box in entry.in_use.boxes(world.mesh):
+            local[tuple(slice(a, b) for a, b in box.local)] = whole[tuple(slice(a, b) for a, b in box.full)]
+        modules[home]._buffers[suffix] = local
+
+
+def _summed(partial: Partial, world: World, name: str):  # type: ignore[no-untyped-def]
+    def hook(gradient: torch.Tensor) -> torch.Tensor:
+        gradient = gradient.clone()
+        lines = torch.cat([gradient.narrow(partial.dim, a, b - a) for a, b in partial.spans], partial.dim)
+        wide = lines.to(torch.promote_types(lines.dtype, torch.float32)).contiguous()
+        lines = world.all_reduce(wide, partial.axis, f"{name} shared lines").to(lines.dtype)
+        at = 0
+        for a, b in partial.spans:
+            gradient.narrow(partial.dim, a, b - a).copy_(lines.narrow(partial.dim, at, b - a))
+            at += b - a
+        return gradient
+
+    return hook

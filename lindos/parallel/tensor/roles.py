@@ -1,9 +1,4 @@
-"""Roles: how the parameters of each module are cut. Writes the ledger's columns; touches no tensor.
-
-Heads are one object: q, k, v, the input of o and whatever belongs to a head are cut at the same heads. With at least as
-many kv heads as ranks the unit is a kv group; with fewer, neighbours share a kv head, and the gradient of its weights
-is summed over exactly those neighbours (over all of tp it would be wrong, with an equal loss).
-"""
+"""Roles: how the parameters of each module are cut. Writes the ledger's columns; touches no tensor."""
 
 from __future__ import annotations
 
@@ -12,184 +7,138 @@ from dataclasses import dataclass
 from torch import nn
 
 from lindos.core.errors import LayoutError, RefusedError
-from lindos.core.layout import Cut, Layout, Pieces, by_units, shared
-from lindos.core.ledger import Ledger
+from lindos.core.layout import Cut, Layout, by_units
+from lindos.core.ledger import Entry, Ledger
 from lindos.core.mesh import Mesh
 from lindos.core.rules import Rule
+from lindos.parallel.tensor.heads import Heads, home_of, inner_pieces, input_dim, near_even, output_dim
 from lindos.parallel.tensor.tables import Table
 
 AXIS = "tp"
+ON_INNER = ("head_norm", "activation_parameter")  # whole, but they see cut features
+FEATURES = ("convolution", "wide_norm", "group_norm", "head_parameter")  # cut with the features that they belong to
 
 
 @dataclass(frozen=True)
-class Heads:
-    """Attention heads of one module over tp.
+class Partial:
+    """Lines of a fused parameter that neighbours share: their gradient is summed over the neighbours.
 
     Attributes:
-        size: elements of a head.
-        query: query heads in all.
-        key_value: key and value heads in all.
-        parts: tp.
+        dim: that the lines lie along.
+        spans: of the local tensor.
+        axis: the neighbours.
     """
 
-    size: int
-    query: int
-    key_value: int
-    parts: int
-
-    def __post_init__(self) -> None:
-        q, kv, n = self.query, self.key_value, self.parts
-        if q % kv:
-            raise LayoutError(f"{q} query heads must be a multiple of {kv} kv heads.")
-        if q < n or (kv < n and (n % kv or q % n)):
-            fits = [t for t in range(1, q + 1) if (kv >= t or (t % kv == 0 and q % t == 0))]
-            raise LayoutError(f"tp={n} cannot cut {q} query heads over {kv} kv heads. Use tp in {fits}.")
-
-    @property
-    def sharing(self) -> int:
-        """Ranks that hold the same kv head."""
-        return max(1, self.parts // self.key_value) if self.key_value < self.parts else 1
-
-    def counts(self) -> tuple[int, ...]:
-        """Query heads of each rank."""
-        if self.sharing > 1:
-            return (self.query // self.parts,) * self.parts
-        group = self.query // self.key_value
-        return tuple(group * count for count in near_even(self.key_value, self.parts))
-
-    def pieces(self, kind: str) -> Pieces:
-        """Intervals of each rank among the rows of "query" or "key_value" projections."""
-        if kind == "query":
-            return by_units(self.counts(), self.size)
-        if self.sharing > 1:
-            return shared(self.key_value, self.size, self.parts)
-        return by_units(near_even(self.key_value, self.parts), self.size)
-
-    def local_ratio(self, rank: int) -> int:
-        """Query heads to a kv head on a rank."""
-        kv = 1 if self.sharing > 1 else near_even(self.key_value, self.parts)[rank]
-        return self.counts()[rank] // kv
+    dim: int
+    spans: tuple[tuple[int, int], ...]
+    axis: str
 
 
-def near_even(count: int, parts: int) -> tuple[int, ...]:
-    """`near_even(9, 2) == (5, 4)`."""
-    return tuple(count // parts + (i < count % parts) for i in range(parts))
+def write(ledger: Ledger, mesh: Mesh, rules: dict[str, Rule], heads: dict[str, Heads], model: nn.Module, table: Table):
+    """Write `role`, `in_use`, `at_rest` and `sum_over` of every parameter for its rule.
 
-
-def heads_of(attention: nn.Module, parts: int, weights: dict[str, tuple[int, ...]]) -> Heads:
-    """Heads of an attention module, from its head size and the shapes of its projections, never from a config.
-
-    Args:
-        attention: the module that owns the projections.
-        weights: output sizes of its projections by kind: "query" and "key_value".
+    Returns:
+        The mesh with the sub-axes of shared kv heads, and the partial lines of fused parameters by name.
     """
-    size = next((int(v) for name in ("head_dim", "attention_head_size") if (v := getattr(attention, name, 0))), 0)
-    if not size:
-        raise RefusedError(f"{type(attention).__name__} tells no head size (head_dim), so its heads cannot be cut.")
-    query = weights["query"][0] // size
-    key_value = weights["key_value"][0] // size if "key_value" in weights else query
-    return Heads(size, query, key_value, parts)
-
-
-def output_dim(module: nn.Module) -> int:
-    """Dim of the outputs in a module's weight: 0, or 1 where weights are [in, out] as in transformers' Conv1D."""
-    return 1 if type(module).__name__ == "Conv1D" else 0
-
-
-def write(ledger: Ledger, mesh: Mesh, rules: dict[str, Rule], model: nn.Module, table: Table) -> Mesh:
-    """Write `role`, `in_use`, `at_rest` and `sum_over` of every parameter for its module's rule."""
-    parts = mesh.size(AXIS)
+    parts, partial = mesh.size(AXIS), dict[str, Partial]()
+    for its in heads.values():
+        if its.sharing > 1 and not any(axis.name == its.shared_axis for axis in mesh.axes):
+            mesh = mesh.split(AXIS, **{its.held_axis: its.key_value, its.shared_axis: its.sharing})
     modules = dict(model.named_modules())
     for name, rule in rules.items():
-        module = modules[name]
-        heads = attention_heads(name, rule, rules, modules, parts) if rule.heads else None
-        if heads and heads.sharing > 1:
-            mesh = mesh.split(AXIS, **{f"kv{heads.key_value}": heads.key_value, shared_axis(heads): heads.sharing})
-        for suffix, _ in module.named_parameters(recurse=False):
-            full = f"{name}.{suffix}"
-            entry = ledger.parameter(full)
-            cut, sums = _cut(rule, module, suffix, entry.shape, parts, heads)
+        its = heads.get(home_of(name, rule)) if rule.heads else None
+        module, suffixes = modules.get(name), [""]
+        if module is not None:
+            suffixes = [suffix for suffix, _ in module.named_parameters(recurse=False)]
+        for suffix in suffixes:
+            full = f"{name}.{suffix}" if suffix else name
+            entry = _entry(ledger, full)
+            owner = module if module is not None else modules[name.rpartition(".")[0]]
+            cut = _cut(rule, owner, suffix or name.rpartition(".")[2], entry.shape, parts, its)
+            layout = Layout(entry.shape, (cut,) if cut else ())
             if full != entry.name and entry.role != "whole":
-                _check_tied(entry, full, rule, Layout(entry.shape, (cut,) if cut else ()))
+                _check_tied(entry, full, rule, layout)
                 continue
-            entry.role = rule.role
-            entry.in_use = entry.at_rest = Layout(entry.shape, (cut,) if cut else ())
-            entry.sum_over = table.partial_on_inner() if rule.role == "head_norm" else sums
-    return mesh
+            entry.role, entry.in_use, entry.at_rest = rule.role, layout, layout
+            shared = its if cut and its and its.sharing > 1 else None
+            kinds = rule.kinds(rule.count)
+            if rule.role in ON_INNER or (rule.role == "experts" and suffix.endswith("down_proj_bias")):
+                entry.sum_over = table.partial_on_inner()
+            elif shared and set(kinds) == {"key_value"} and rule.role not in ("row", "split_row", "whole_output"):
+                entry.sum_over = (shared.shared_axis,)
+            elif shared and "key_value" in kinds:
+                partial[entry.name] = _partial(rule, cut, shared, mesh)
+    return mesh, partial
 
 
-def shared_axis(heads: Heads) -> str:
-    """Name of the sub-axis over which neighbours hold the same kv head."""
-    return f"kv{heads.key_value}_shared"
+def _entry(ledger: Ledger, name: str) -> Entry:
+    buffer = ledger.entries.get(("buffer", name))
+    return buffer if buffer is not None else ledger.parameter(name)
 
 
-def attention_heads(name: str, rule: Rule, rules: dict[str, Rule], modules: dict[str, nn.Module], parts: int) -> Heads:
-    """Heads of the attention that a projection belongs to; all its projections give the same answer."""
-    home = name.rpartition(".")[0]
-    outputs: dict[str, tuple[int, ...]] = {}
-    for other, its in rules.items():
-        if other.rpartition(".")[0] == home and its.heads and its.role in ("column", "gathered_column"):
-            weight = modules[other].get_parameter("weight")
-            size = weight.shape[output_dim(modules[other])]
-            outputs[its.heads] = (size // len(blocks_of(its, size)),)
-    return heads_of(modules[home], parts, outputs)
-
-
-def blocks_of(rule: Rule, size: int) -> tuple[int, ...]:
-    """Sizes of the fused blocks along a dim of `size`."""
-    if isinstance(rule.blocks, tuple):
-        if sum(rule.blocks) != size:
-            raise LayoutError(f"rule {rule.pattern!r}: blocks {rule.blocks} must add up to {size}.")
-        return rule.blocks
-    if size % rule.blocks:
-        raise LayoutError(f"rule {rule.pattern!r}: {rule.blocks} fused blocks must divide {size}.")
-    return (size // rule.blocks,) * rule.blocks
-
-
-def inner_pieces(size: int, parts: int, blocks: tuple[int, ...], heads: Heads | None, kind: str | None) -> Pieces:
-    """Intervals of P's features that each rank holds, block by block."""
-    per_block = []
-    for block in blocks:
-        per_block.append(heads.pieces(kind) if heads and kind else by_units(near_even(block, parts), 1))
-        if block < parts:
-            raise LayoutError(f"tp={parts} cannot cut {block} features. Use tp of at most {block}.")
-    starts = [sum(blocks[:i]) for i in range(len(blocks))]
-    return tuple(
-        tuple((start + a, start + b) for start, pieces in zip(starts, per_block) for a, b in pieces[c])
-        for c in range(parts)
-    )
+def _partial(rule: Rule, cut: Cut | None, heads: Heads, mesh: Mesh) -> Partial:
+    assert cut is not None
+    assert cut.pieces is not None
+    assert cut.dim != "flat"
+    spans, at = [], 0
+    for kind, (a, b) in zip(rule.kinds(rule.count), cut.pieces[mesh.coordinate(AXIS, mesh.rank or 0)]):
+        if kind == "key_value":
+            spans.append((at, at + b - a))
+        at += b - a
+    return Partial(cut.dim, tuple(spans), heads.shared_axis)
 
 
 def _cut(
     rule: Rule, module: nn.Module, suffix: str, shape: tuple[int, ...], parts: int, heads: Heads | None
-) -> tuple[Cut | None, tuple[str, ...]]:
-    """The cut of one parameter, and over which axes its gradient is a part of a sum."""
-    out = output_dim(module)
-    sums = (shared_axis(heads),) if heads and heads.sharing > 1 and rule.heads == "key_value" else ()
-    if rule.role in ("column", "gathered_column"):
-        dim = 0 if suffix == "bias" else out
-        return Cut(
-            AXIS, dim, parts, inner_pieces(shape[dim], parts, blocks_of(rule, shape[dim]), heads, rule.heads)
-        ), sums
-    if rule.role in ("row", "split_row") and suffix != "bias":
-        dim = 1 - out
-        return Cut(AXIS, dim, parts, inner_pieces(shape[dim], parts, (shape[dim],), heads, rule.heads)), ()
-    if rule.role in ("vocabulary_embedding", "vocabulary_head"):
-        return Cut(AXIS, 0, parts), ()
-    if rule.role == "experts":
-        return _experts_cut(suffix, shape, parts), ()
-    return None, ()
+) -> Cut | None:
+    """The cut of one parameter."""
+    role, bias = rule.role, suffix == "bias"
+    if role in ("column", "gathered_column", "inner_column"):
+        dim = 0 if bias and len(shape) == 1 else output_dim(module)
+        return Cut(AXIS, dim, parts, inner_pieces(shape[dim], parts, rule, heads))
+    if role in ("row", "split_row", "whole_output") and not bias:
+        dim = input_dim(module)
+        return Cut(AXIS, dim, parts, inner_pieces(shape[dim], parts, rule, heads))
+    if role in ("vocabulary_embedding", "vocabulary_head"):
+        return Cut(AXIS, 0, parts)
+    if role in FEATURES:
+        dim = rule.dim if role == "head_parameter" else 0
+        return Cut(AXIS, dim, parts, inner_pieces(shape[dim], parts, rule, heads))
+    if role == "head_table":
+        return Cut(AXIS, 1, parts, inner_pieces(shape[1], parts, rule, heads))
+    if role == "experts":
+        return _experts_cut(module, suffix, shape, parts)
+    return None
 
 
-def _experts_cut(suffix: str, shape: tuple[int, ...], parts: int) -> Cut:
-    """Fused experts: gate_up_proj [E, 2F, D] in two blocks along F, down_proj [E, D, F] along F."""
-    if suffix == "gate_up_proj" and len(shape) == 3 and shape[1] % 2 == 0:
-        return Cut(AXIS, 1, parts, inner_pieces(shape[1], parts, (shape[1] // 2,) * 2, None, None))
+def _experts_cut(module: nn.Module, suffix: str, shape: tuple[int, ...], parts: int) -> Cut | None:
+    """Fused experts: gate_up [E, 2F, D] in two blocks along F (or in pairs), up [E, F, D], down [E, D, F].
+
+    `is_transposed` means [E, D, 2F] and [E, F, D]; `is_concatenated` False means that gate and up alternate.
+    """
+    turned = bool(getattr(module, "is_transposed", False)) or _turned(module)
+    if suffix in ("gate_up_proj", "up_proj", "gate_proj", "gate_up_proj_bias", "up_proj_bias") and len(shape) in (2, 3):
+        dim = len(shape) - 1 if turned or len(shape) == 2 else 1
+        fused = suffix.startswith("gate_up")
+        if fused and not getattr(module, "is_concatenated", True):
+            return Cut(AXIS, dim, parts, by_units(near_even(shape[dim] // 2, parts), 2))
+        return Cut(AXIS, dim, parts, inner_pieces(shape[dim], parts, Rule("", "experts", blocks=1 + fused), None))
     if suffix == "down_proj" and len(shape) == 3:
-        return Cut(AXIS, 2, parts, inner_pieces(shape[2], parts, (shape[2],), None, None))
+        dim = 1 if turned else 2
+        return Cut(AXIS, dim, parts, inner_pieces(shape[dim], parts, Rule("", "experts"), None))
+    if suffix == "down_proj_bias" and len(shape) == 2:
+        return None  # added once: each rank adds its share of it
     raise RefusedError(f"experts have gate_up_proj [E, 2F, D] and down_proj [E, D, F]; got {suffix} {list(shape)}.")
 
 
-def _check_tied(entry: object, name: str, rule: Rule, layout: Layout) -> None:
-    if entry.in_use != layout:  # type: ignore[attr-defined]
-        raise LayoutError(f"{name} is tied to {entry.name} but its role {rule.role!r} cuts it otherwise.")  # type: ignore[attr-defined]
+def _turned(module: nn.Module) -> bool:
+    """Whether down_proj is [E, F, D]: its middle size is half of gate_up's last."""
+    up, down = module._parameters.get("gate_up_proj"), module._parameters.get("down_proj")
+    if up is None or down is None or hasattr(module, "is_transposed"):
+        return False
+    return up.shape[2] == 2 * down.shape[1] and up.shape[1] == down.shape[2] != up.shape[2]
+
+
+def _check_tied(entry: Entry, name: str, rule: Rule, layout: Layout) -> None:
+    if entry.in_use != layout:
+        raise LayoutError(f"{name} is tied to {entry.name} but its role {rule.role!r} cuts it otherwise.")

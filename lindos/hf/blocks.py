@@ -1,0 +1,431 @@
+"""Blocks found by structure: attention, latent attention, MLP and experts, by the names and shapes of their children.
+
+A block is cut only if every child and bare parameter of it is known; one that is not makes the whole block stay whole,
+with the reason, so that nothing is cut by half.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from lindos.core.rules import Home, Rule
+
+QKV = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("query", "key", "value"),
+    ("query_proj", "key_proj", "value_proj"),
+    ("q_lin", "k_lin", "v_lin"),
+    ("Wq", "Wk", "Wv"),
+    ("project_q", "project_k", "project_v"),
+    ("q", "k", "v"),
+    ("wq", "wk", "wv"),
+)
+OUTPUTS = ("o_proj", "out_proj", "dense", "Wo", "c_proj", "attention_out", "out_lin", "o", "wo", "proj", "projection")
+OUTSIDE = ("output.dense",)  # of the home's parent: BERT and ViT keep the output apart
+FUSED = ("qkv_proj", "Wqkv", "query_key_value", "c_attn", "qkv", "qkv_proj")
+MLPS = (
+    (("gate_proj", "up_proj"), "down_proj"),
+    (("up_proj",), "down_proj"),
+    (("gate_up_proj",), "down_proj"),
+    (("fc1",), "fc2"),
+    (("c_fc",), "c_proj"),
+    (("fc_in",), "fc_out"),
+    (("dense_h_to_4h",), "dense_4h_to_h"),
+    (("w1", "w3"), "w2"),
+    (("w1",), "w2"),
+    (("wi_0", "wi_1"), "wo"),
+    (("wi",), "wo"),
+    (("Wi",), "Wo"),
+    (("lin1",), "lin2"),
+    (("linear1",), "linear2"),
+    (("layer_1",), "layer_2"),
+    (("input_linear",), "output_linear"),
+    (("proj_up_gate", "proj_up"), "proj_down"),
+    (("w_in.w_0", "w_in.w_1"), "w_out"),
+    (("intermediate.dense",), "output.dense"),
+    (("intermediate",), "output"),
+    (("ffn",), "ffn_output"),
+    (("0",), "2"),
+)
+HEAD_SIZE = ("head_dim", "attention_head_size", "head_size", "dim_head", "key_value_proj_dim")
+COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_attn_heads")
+KV_COUNTS = ("num_key_value_heads", "num_kv_heads", "kv_heads")
+GATES = ("gate_proj", "g_proj", "output_gate")
+STAY = ("indexer", "rotary_emb", "rotary", "rotary_fn", "embed_positions")  # fed by whole inputs, read by indices
+Q_NORM = re.compile(r"(q|query|qk)_?(layer)?_?(norm|ln)")
+K_NORM = re.compile(r"(k|key)_?(layer)?_?(norm|ln)")
+V_NORM = re.compile(r"(v|value)_?(layer)?_?(norm|ln)")
+OUTPUT_NORM = ("attn_sub_norm", "sub_norm", "inner_attn_ln")
+
+
+class Left(Exception):
+    """A block stays whole, and why."""
+
+
+@dataclass
+class Found:
+    """What inference has found so far.
+
+    Attributes:
+        rules: by the exact name of a module or bare parameter.
+        homes: of attention and mixers.
+        left: blocks that stay whole, with the reason.
+    """
+
+    rules: dict[str, Rule] = field(default_factory=dict)
+    homes: dict[str, Home] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
+
+    def add(self, block: Block) -> None:
+        for rule in block.rules:
+            self.rules.setdefault(rule.pattern, rule)
+        self.homes.update(block.homes)
+
+
+@dataclass
+class Block:
+    """Rules of one block in the making.
+
+    Attributes:
+        name: of its module.
+        module: the module.
+        model: all modules by name.
+        parts: tp.
+    """
+
+    name: str
+    module: nn.Module
+    model: dict[str, nn.Module]
+    parts: int
+    rules: list[Rule] = field(default_factory=list)
+    homes: dict[str, Home] = field(default_factory=dict)
+
+    def child(self, path: str) -> nn.Module | None:
+        return self.model.get(f"{self.name}.{path}" if self.name else path)
+
+    def linear(self, path: str) -> nn.Module | None:
+        child = self.child(path)
+        return child if child is not None and is_linear(child) else None
+
+    def rule(
+        self,
+        path: str,
+        role: str,
+        heads: str | tuple[str, ...] | None = None,
+        blocks: int | tuple[int, ...] = 1,
+        dim: int = 0,
+    ) -> None:
+        outside = path.startswith("..")
+        full = f"{self.name.rpartition('.')[0]}.{path[2:]}" if outside else f"{self.name}.{path}"
+        nested = outside or "." in path
+        home = self.name if nested and heads else ""
+        self.rules.append(Rule(full.lstrip("."), role, blocks, heads, home, dim, "inferred"))
+
+    def rest(self, *known: str) -> Iterator[str]:
+        """Children with parameters, and bare parameters and buffers, that are not among the known."""
+        for leaf, child in self.module.named_children():
+            if leaf not in known and leaf not in STAY and any(True for _ in child.parameters()):
+                yield leaf
+        for leaf, _ in self.module.named_parameters(recurse=False):
+            if leaf not in known:
+                yield leaf
+
+
+def is_linear(module: nn.Module) -> bool:
+    """A module whose weight is one product: Linear and its children, Conv1D of gpt2, experts side by side."""
+    weight = module._parameters.get("weight")
+    return (
+        weight is not None
+        and weight.dim() in (2, 3)
+        and not isinstance(module, nn.Embedding | nn.modules.conv._ConvNd)
+        and set(module._parameters) <= {"weight", "bias"}
+        and not any(True for _ in module.children())
+    )
+
+
+def outputs(module: nn.Module) -> int:
+    return _weight(module).shape[1 if _inverted(module) or _weight(module).dim() == 3 else 0]
+
+
+def inputs(module: nn.Module) -> int:
+    return _weight(module).shape[0 if _inverted(module) else -1]
+
+
+def _weight(module: nn.Module) -> nn.Parameter:
+    weight = module._parameters["weight"]
+    assert weight is not None
+    return weight
+
+
+def _inverted(module: nn.Module) -> bool:
+    return type(module).__name__ == "Conv1D"
+
+
+def first(module: nn.Module, names: tuple[str, ...]) -> int:
+    """The first attribute among names that is a positive number, on the module or its configuration."""
+    for owner in (module, getattr(module, "config", None)):
+        for name in names:
+            value = getattr(owner, name, 0)
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                return value
+    return 0
+
+
+def attention(block: Block) -> bool:
+    """Separate q, k, v and an output; norms on heads or over all of them, gates, sinks, relative biases."""
+    qkv = next((names for names in QKV if all(block.linear(name) is not None for name in names)), None)
+    if qkv is None:
+        return False
+    q, k, v = (block.linear(name) for name in qkv)
+    assert q is not None
+    assert k is not None
+    assert v is not None
+    output, path = _output(block)
+    if output is None:
+        raise Left("no output projection")
+    size = first(block.module, HEAD_SIZE)
+    query = outputs(q) // size if size else first(block.module, COUNTS)
+    if not query or outputs(q) % query:
+        raise Left("no head size and no number of heads")
+    key_value = query * outputs(k) // outputs(q)
+    if not key_value or query % key_value or outputs(v) % key_value or inputs(output) % query:
+        raise Left(f"{query} heads do not divide its projections")
+    for name, kind in zip(qkv, ("query", "key_value", "key_value")):
+        block.rule(name, "column", kind)
+    block.rule(path, "row", "query")
+    _extras(block, (*qkv, path), inputs(q), query, key_value, (outputs(q), outputs(k), outputs(v)))
+    _home(block, query, key_value, inputs(output))
+    return True
+
+
+def _output(block: Block) -> tuple[nn.Module | None, str]:
+    for name in OUTPUTS:
+        if (found := block.linear(name)) is not None:
+            return found, name
+    parent = block.name.rpartition(".")[0]
+    for name in OUTSIDE:
+        found = block.model.get(f"{parent}.{name}")
+        if found is not None and is_linear(found):
+            return found, f"..{name}"
+    return None, ""
+
+
+def _home(block: Block, query: int, key_value: int, width: int, local: tuple[tuple[str, str], ...] = ()) -> None:
+    module, found = block.module, dict(local)
+    for names, value, kind in ((COUNTS, query, "query"), (KV_COUNTS, key_value, "key_value")):
+        for name in names:
+            if getattr(module, name, None) == value:
+                found.setdefault(name, kind)
+    for name in ("split_size", "embed_dim", "all_head_size", "hidden_size", "inner_dim", "attention_hidden_size"):
+        if getattr(module, name, None) == width:
+            found.setdefault(name, "query")
+    for name in ("num_key_value_groups", "num_queries_per_kv"):
+        if hasattr(module, name):
+            found.setdefault(name, "ratio")
+    arguments = []
+    accepted = forward_names(module)
+    if "alibi" in accepted:
+        arguments.append(("alibi", -3, "query"))
+    if "position_bias" in accepted and not hasattr(module, "has_relative_attention_bias"):
+        arguments.append(("position_bias", -3, "query"))
+    block.homes[block.name] = Home(query, key_value, tuple(found.items()), tuple(arguments))
+
+
+def forward_names(module: nn.Module) -> tuple[str, ...]:
+    import inspect
+
+    return tuple(inspect.signature(type(module).forward).parameters)
+
+
+def _extras(
+    block: Block, known: tuple[str, ...], hidden: int, query: int, key_value: int, widths: tuple[int, int, int]
+) -> None:
+    """Roles of what else an attention holds.
+
+    Raises:
+        Left: something that is not known.
+    """
+    for leaf in block.rest(*known):
+        child = block.child(leaf)
+        if child is None:
+            parameter = block.module._parameters[leaf]
+            assert parameter is not None
+            if "sink" in leaf and tuple(parameter.shape) == (query,):
+                block.rule(leaf, "head_parameter", "query")
+                continue
+            raise Left(f"its parameter {leaf} {list(parameter.shape)} is not known")
+        if is_linear(child) and leaf in GATES and inputs(child) == hidden and outputs(child) in (query, widths[0]):
+            block.rule(leaf, "column", "query")
+        elif isinstance(child, nn.Embedding) and child.weight.shape[1] == query and "bias" in leaf:
+            block.rule(leaf, "head_table", "query")
+        elif not _norm(block, leaf, child, query, key_value, widths):
+            raise Left(f"its child {leaf} ({type(child).__name__}) is not known")
+
+
+def _norm(block: Block, leaf: str, child: nn.Module, query: int, key_value: int, widths: tuple[int, int, int]) -> bool:
+    for pattern, width, kind in zip((Q_NORM, K_NORM, V_NORM), widths, ("query", "key_value", "key_value")):
+        if pattern.fullmatch(leaf):
+            return _norm_of(block, leaf, child, width, width // (query if kind == "query" else key_value), kind)
+    if leaf in OUTPUT_NORM:
+        return _norm_of(block, leaf, child, widths[0], widths[0] // query, "query")
+    return False
+
+
+def _norm_of(block: Block, leaf: str, child: nn.Module, width: int, size: int, kind: str) -> bool:
+    shapes = {tuple(p.shape) for p in child.parameters()}
+    if any(True for _ in child.children()) or len(shapes) != 1:
+        return False
+    (shape,) = shapes
+    if shape == (size,) or shape == (1,):
+        block.rule(leaf, "head_norm")
+    elif shape == (width,):
+        block.rule(leaf, "wide_norm", kind)
+    elif len(shape) == 2 and shape == (width // size, size):
+        for suffix, _ in child.named_parameters(recurse=False):
+            block.rule(f"{leaf}.{suffix}", "head_parameter", kind)
+    else:
+        return False
+    return True
+
+
+def fused_attention(block: Block) -> bool:
+    """q, k and v in one product: side by side, or interleaved by head or by kv group."""
+    leaf = next((name for name in FUSED if block.linear(name) is not None), None)
+    if leaf is None:
+        return False
+    fused = block.linear(leaf)
+    output, path = _output(block)
+    if output is None or fused is None:
+        raise Left("no output projection")
+    module, width, inner = block.module, outputs(fused), inputs(output)
+    query = first(module, COUNTS)
+    if not query or inner % query:
+        raise Left("no number of heads")
+    size = inner // query
+    key_value = (width // size - query) // 2
+    if (query + 2 * key_value) * size != width or key_value < 1:
+        raise Left(f"{leaf} of {width} outputs is no q, k and v of {query} heads of {size}")
+    blocks, heads = _interleaving(block, leaf, query, key_value, size)
+    block.rule(leaf, "column", heads, blocks)
+    block.rule(path, "row", "query")
+    local = []
+    if getattr(getattr(module, "config", None), "num_attention_heads", None) == query and not hasattr(
+        module, "num_attention_heads"
+    ):
+        local.append(("config.num_attention_heads", "query"))
+    if getattr(module, "kv_dim", None) == key_value * size:
+        local.append(("kv_dim", "key_value"))
+    if getattr(module, "mp_num", None):
+        query = key_value = module.mp_num  # whole slices of the heads it was trained on
+        local = [("embed_dim", "query"), ("mp_num", "query")]
+    _extras(block, (leaf, path), inputs(fused), query, key_value, (query * size, key_value * size, key_value * size))
+    _home(block, query, key_value, inner, tuple(local))
+    return True
+
+
+def _interleaving(
+    block: Block, leaf: str, query: int, key_value: int, size: int
+) -> tuple[int | tuple[int, ...], str | tuple[str, ...]]:
+    """How q, k and v lie in a fused product: its blocks and what each of them is."""
+    module = block.module
+    sections = ((query * size, key_value * size, key_value * size), ("query", "key_value", "key_value"))
+    if getattr(module, "mp_num", None):
+        return 1, "query"
+    if getattr(module, "new_decoder_architecture", False):
+        if key_value < block.parts:
+            raise Left(f"{key_value} groups of interleaved q, k and v cannot be shared by {block.parts} ranks")
+        return 1, "key_value"
+    if leaf == "c_attn" and not _inverted(block.child(leaf)):  # type: ignore[arg-type]
+        return sections if getattr(module, "multi_query", True) else (1, "query")
+    if leaf == "query_key_value":
+        return sections if getattr(module, "multi_query", False) else (1, "query")
+    return sections
+
+
+def latent_attention(block: Block) -> bool:
+    """MLA: keys and values from a latent that all heads read, queries plain or from a latent of their own."""
+    if block.linear("kv_a_proj_with_mqa") is None or block.linear("kv_b_proj") is None:
+        return False
+    kv_b, output = block.linear("kv_b_proj"), block.linear("o_proj")
+    q = block.linear("q_proj") or block.linear("q_b_proj") or block.linear("q_gate_proj")
+    if kv_b is None or output is None or q is None:
+        raise Left("a latent attention without q, kv_b_proj or o_proj")
+    query = first(block.module, COUNTS)
+    if not query or outputs(kv_b) % query or inputs(output) % query:
+        raise Left("no number of heads")
+    known = ["kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj", "q_a_proj", "q_a_layernorm"]
+    block.rule("kv_a_proj_with_mqa", "latent")
+    if block.child("kv_a_layernorm") is not None:
+        block.rule("kv_a_layernorm", "head_norm")
+    block.rule("kv_b_proj", "inner_column", "query")
+    for name in ("q_proj", "q_b_proj", "q_gate_proj"):
+        if block.linear(name) is not None:
+            known.append(name)
+            block.rule(name, "column", "query")
+    block.rule("o_proj", "row", "query")
+    width = inputs(output)
+    _extras(block, tuple(known), inputs(block.child("kv_a_proj_with_mqa")), query, query, (width, width, width))  # type: ignore[arg-type]
+    _home(block, query, query, width)
+    return True
+
+
+def mlp(block: Block) -> bool:
+    """One or two products up, an activation, one product down."""
+    for ups, down in MLPS:
+        found = [block.linear(name) for name in ups]
+        last = block.linear(down)
+        if last is None or any(up is None for up in found):
+            continue
+        if down.isdigit() and not isinstance(block.module, nn.Sequential):
+            continue
+        inner = inputs(last)
+        fused = outputs(found[0]) // inner  # type: ignore[arg-type]
+        if any(outputs(up) != fused * inner for up in found) or fused not in (1, 2):  # type: ignore[arg-type]
+            continue
+        for name in ups:
+            block.rule(name, "column", None, fused)
+        block.rule(down, "row")
+        _inside(block, (*ups, down), inner)
+        return True
+    return False
+
+
+def _inside(block: Block, known: tuple[str, ...], inner: int) -> None:
+    """A norm over the inner features, and what an activation learns."""
+    for leaf in block.rest(*known):
+        child = block.child(leaf)
+        if child is None:
+            continue
+        shapes = {tuple(p.shape) for p in child.parameters()}
+        if "norm" in leaf and shapes == {(inner,)} and inner != inputs(block.child(known[0])):  # type: ignore[arg-type]
+            block.rule(leaf, "wide_norm")
+        elif re.fullmatch(r"act(_fn|ivation)?(_fn)?", leaf):
+            block.rule(leaf, "activation_parameter")
+        elif leaf in ("ffn_sub_norm",):
+            block.rule(leaf, "wide_norm")
+
+
+def experts(block: Block) -> bool:
+    """Fused experts in parameters of three dims, or dbrx's of two."""
+    own = block.module._parameters
+    if {"w1", "v1", "w2"} <= set(own) and getattr(block.module, "ffn_hidden_size", 0):
+        inner = int(block.module.ffn_hidden_size)  # type: ignore[arg-type]
+        for leaf in ("w1", "v1", "w2"):
+            count = own[leaf].shape[0] // inner  # type: ignore[union-attr]
+            block.rule(leaf, "head_parameter", ("query",) * count, count)
+        block.homes[block.name] = Home(inner, inner, (("ffn_hidden_size", "query"),))
+        parent = block.name.rpartition(".")[0]
+        block.rules.append(Rule(parent, "experts", source="inferred"))
+        return True
+    dims = {leaf: p.dim() for leaf, p in own.items() if p is not None}
+    if dims.get("down_proj") != 3 or not {"gate_up_proj", "up_proj"} & set(dims):
+        return False
+    block.rules.append(Rule(block.name, "experts", source="inferred"))
+    return True
+
+
+MAKERS: tuple[Callable[[Block], bool], ...] = (latent_attention, attention, fused_attention, experts, mlp)

@@ -1,0 +1,88 @@
+"""Rules by structure: what each module of a model is, told from its children, for models with and without a plan."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from lindos.core.errors import LayoutError
+from lindos.core.rules import Rule, Rules
+from lindos.hf import blocks, mixers
+from lindos.hf.blocks import Block, Found, Left
+
+# Parts of a name that lead to what text does not pass through: towers for images and sound, and what joins them.
+TOWERS = (
+    "vision_tower", "vision_model", "visual", "vision_encoder", "audio_tower", "audio_model", "audio_encoder",
+    "image_encoder", "embed_vision", "embed_audio", "multi_modal_projector", "embed_tokens_extend", "speech_encoder",
+    "image_embed", "audio_embed", "vision_embedder",
+)  # fmt: skip
+
+
+def infer(model: nn.Module, parts: int, text_only: bool = True) -> Rules:
+    """Rules of every block that is known by structure, for tp = `parts`.
+
+    Args:
+        model: on any device, meta too; only names, shapes and attributes are read.
+        parts: tp: heads that it cannot cut leave their block whole, with the reason.
+        text_only: leave towers for images and sound whole.
+    """
+    modules = dict(model.named_modules())
+    found = Found()
+    for name, module in modules.items():
+        if text_only and any(part in TOWERS for part in name.split(".")):
+            continue
+        _block(found, name, module, modules, parts)
+    _vocabulary(found, model, modules)
+    known = {n for n, _ in model.named_parameters(remove_duplicate=False)} | set(modules)
+    known |= {n for n, _ in model.named_buffers()}
+    rules = tuple(rule for name, rule in found.rules.items() if name in known)
+    return Rules(rules, found.homes, found.left)
+
+
+def _block(found: Found, name: str, module: nn.Module, modules: dict[str, nn.Module], parts: int) -> None:
+    """The first maker that knows this block gives its rules."""
+    for make in (*mixers.MAKERS, *blocks.MAKERS):
+        block = Block(name, module, modules, parts)
+        try:
+            if not make(block):
+                continue
+            if any(rule.pattern in found.rules for rule in block.rules):
+                return
+            _check(block, parts)
+        except (Left, LayoutError) as reason:
+            found.left[name] = str(reason)
+            return
+        found.add(block)
+        return
+
+
+def _check(block: Block, parts: int) -> None:
+    """Heads that tp cannot cut are a reason to leave the block whole.
+
+    Raises:
+        LayoutError: they cannot.
+    """
+    from lindos.parallel.tensor.heads import Heads
+
+    for home in block.homes.values():
+        Heads(home.query, home.key_value, parts)
+
+
+def _vocabulary(found: Found, model: nn.Module, modules: dict[str, nn.Module]) -> None:
+    """The input table and the output head, where they are plain ones."""
+    table = _embedding(model, "get_input_embeddings")
+    head = _embedding(model, "get_output_embeddings")
+    names = {id(module): name for name, module in reversed(list(modules.items()))}
+    tied = table is not None and head is not None and table._parameters.get("weight") is head._parameters.get("weight")
+    cut_head = head is not None and isinstance(head, nn.Linear) and id(head) in names
+    if isinstance(table, nn.Embedding) and id(table) in names and (cut_head or not tied):
+        found.rules.setdefault(names[id(table)], Rule(names[id(table)], "vocabulary_embedding", source="inferred"))
+    if cut_head and names[id(head)] not in found.rules:
+        found.rules[names[id(head)]] = Rule(names[id(head)], "vocabulary_head", source="inferred")
+
+
+def _embedding(model: nn.Module, getter: str) -> nn.Module | None:
+    get = getattr(model, getter, None)
+    try:
+        return get() if get else None
+    except (NotImplementedError, AttributeError):
+        return None
