@@ -55,10 +55,18 @@ HEAD_SIZE = ("head_dim", "attention_head_size", "head_size", "dim_head", "key_va
 COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_attn_heads")
 KV_COUNTS = ("num_key_value_heads", "num_kv_heads", "kv_heads")
 GATES = ("gate_proj", "g_proj", "output_gate")
-STAY = ("indexer", "rotary_emb", "rotary", "rotary_fn", "embed_positions")  # fed by whole inputs, read by indices
+# Fed by whole inputs and read by indices or after the sum: they stay whole inside a cut attention.
+STAY = ("indexer", "rotary_emb", "rotary", "rotary_fn", "embed_positions", "dense_bias")
 Q_NORM = re.compile(r"(q|query|qk)_?(layer)?_?(norm|ln)")
 K_NORM = re.compile(r"(k|key)_?(layer)?_?(norm|ln)")
 V_NORM = re.compile(r"(v|value)_?(layer)?_?(norm|ln)")
+# Blocks whose forward computes over all heads or features at once, or replaces itself, by class.
+ENTANGLED = {
+    "TrOCRAttention": "its forward reshapes by the hidden size",
+    "BigBirdBlockSparseAttention": "its forward replaces itself by another class on short rows",
+    "JetMoeMoA": "its heads are experts that tokens choose",
+    "DiffLlamaAttention": "it mixes the values of distant heads",
+}
 OUTPUT_NORM = ("attn_sub_norm", "sub_norm", "inner_attn_ln")
 
 
@@ -108,8 +116,14 @@ class Block:
         return self.model.get(f"{self.name}.{path}" if self.name else path)
 
     def linear(self, path: str) -> nn.Module | None:
-        child = self.child(path)
+        child = self.child(self.path(path))
         return child if child is not None and is_linear(child) else None
+
+    def path(self, path: str) -> str:
+        """Where the product of a child is: in it, or in the one module that it wraps."""
+        child = self.child(path)
+        wraps = child is not None and not child._parameters and [n for n, _ in child.named_children()] == ["linear"]
+        return f"{path}.linear" if wraps else path
 
     def rule(
         self,
@@ -120,6 +134,7 @@ class Block:
         dim: int = 0,
     ) -> None:
         outside = path.startswith("..")
+        path = path if outside else self.path(path)
         full = f"{self.name.rpartition('.')[0]}.{path[2:]}" if outside else f"{self.name}.{path}"
         nested = outside or "." in path
         home = self.name if nested and heads else ""
@@ -131,7 +146,7 @@ class Block:
             if leaf not in known and leaf not in STAY and any(True for _ in child.parameters()):
                 yield leaf
         for leaf, _ in self.module.named_parameters(recurse=False):
-            if leaf not in known:
+            if leaf not in known and leaf not in STAY:
                 yield leaf
 
 
@@ -187,19 +202,31 @@ def attention(block: Block) -> bool:
     output, path = _output(block)
     if output is None:
         raise Left("no output projection")
-    size = first(block.module, HEAD_SIZE)
-    query = outputs(q) // size if size else first(block.module, COUNTS)
-    if not query or outputs(q) % query:
-        raise Left("no head size and no number of heads")
-    key_value = query * outputs(k) // outputs(q)
-    if not key_value or query % key_value or outputs(v) % key_value or inputs(output) % query:
+    query, key_value, size = _heads(block, q, k, output)
+    if outputs(v) % key_value or inputs(output) % query:
         raise Left(f"{query} heads do not divide its projections")
     for name, kind in zip(qkv, ("query", "key_value", "key_value")):
         block.rule(name, "column", kind)
     block.rule(path, "row", "query")
-    _extras(block, (*qkv, path), inputs(q), query, key_value, (outputs(q), outputs(k), outputs(v)))
+    widths = (query * size, outputs(k), outputs(v))
+    _extras(block, (*qkv, path.partition(".linear")[0]), inputs(q), query, key_value, widths)
     _home(block, query, key_value, inputs(output))
     return True
+
+
+def _heads(block: Block, q: nn.Module, k: nn.Module, output: nn.Module) -> tuple[int, int, int]:
+    """Query heads, kv heads and the size of a query head; a query may carry a gate of its own size."""
+    size, told = first(block.module, HEAD_SIZE), first(block.module, COUNTS)
+    query = outputs(q) // size if size else told
+    if size and query != told and outputs(q) == 2 * inputs(output):
+        query = inputs(output) // size
+    if not query or outputs(q) % query:
+        raise Left("no head size and no number of heads")
+    size = size or outputs(q) // query
+    key_value = outputs(k) // size
+    if not key_value or query % key_value or outputs(k) % key_value:
+        raise Left(f"{query} heads do not divide its projections")
+    return query, key_value, size
 
 
 def _output(block: Block) -> tuple[nn.Module | None, str]:
@@ -254,7 +281,7 @@ def _extras(
         if child is None:
             parameter = block.module._parameters[leaf]
             assert parameter is not None
-            if "sink" in leaf and tuple(parameter.shape) == (query,):
+            if tuple(parameter.shape) == (query,):
                 block.rule(leaf, "head_parameter", "query")
                 continue
             raise Left(f"its parameter {leaf} {list(parameter.shape)} is not known")
@@ -262,8 +289,17 @@ def _extras(
             block.rule(leaf, "column", "query")
         elif isinstance(child, nn.Embedding) and child.weight.shape[1] == query and "bias" in leaf:
             block.rule(leaf, "head_table", "query")
+        elif found := re.fullmatch(r"linear_([qkv])_adapter_list", leaf):
+            _adapters(block, leaf, "query" if found[1] == "q" else "key_value", 1)
         elif not _norm(block, leaf, child, query, key_value, widths):
             raise Left(f"its child {leaf} ({type(child).__name__}) is not known")
+
+
+def _adapters(block: Block, leaf: str, heads: str | None, fused: int) -> None:
+    """Low-rank additions to a column, one a layer: the first product whole, the second cut like the column."""
+    for name, child in block.model[f"{block.name}.{leaf}"].named_children():
+        if isinstance(child, nn.Sequential) and len(child) == 2:
+            block.rule(f"{leaf}.{name}.1", "column", heads, fused)
 
 
 def _norm(block: Block, leaf: str, child: nn.Module, query: int, key_value: int, widths: tuple[int, int, int]) -> bool:
@@ -386,15 +422,17 @@ def mlp(block: Block) -> bool:
         fused = outputs(found[0]) // inner  # type: ignore[arg-type]
         if any(outputs(up) != fused * inner for up in found) or fused not in (1, 2):  # type: ignore[arg-type]
             continue
+        if getattr(block.module, "activation_sparsity", 0) > 0:
+            raise Left("it drops inner features by their mean and deviation")
         for name in ups:
             block.rule(name, "column", None, fused)
         block.rule(down, "row")
-        _inside(block, (*ups, down), inner)
+        _inside(block, (*ups, down), inner, fused)
         return True
     return False
 
 
-def _inside(block: Block, known: tuple[str, ...], inner: int) -> None:
+def _inside(block: Block, known: tuple[str, ...], inner: int, fused: int) -> None:
     """A norm over the inner features, and what an activation learns."""
     for leaf in block.rest(*known):
         child = block.child(leaf)
@@ -405,8 +443,10 @@ def _inside(block: Block, known: tuple[str, ...], inner: int) -> None:
             block.rule(leaf, "wide_norm")
         elif re.fullmatch(r"act(_fn|ivation)?(_fn)?", leaf):
             block.rule(leaf, "activation_parameter")
-        elif leaf in ("ffn_sub_norm",):
+        elif leaf == "ffn_sub_norm":
             block.rule(leaf, "wide_norm")
+        elif leaf.endswith("_adapter_list"):
+            _adapters(block, leaf, None, fused)
 
 
 def experts(block: Block) -> bool:
@@ -417,8 +457,8 @@ def experts(block: Block) -> bool:
         for leaf in ("w1", "v1", "w2"):
             count = own[leaf].shape[0] // inner  # type: ignore[union-attr]
             block.rule(leaf, "head_parameter", ("query",) * count, count)
-        block.homes[block.name] = Home(inner, inner, (("ffn_hidden_size", "query"),))
         parent = block.name.rpartition(".")[0]
+        block.homes[block.name] = block.homes[parent] = Home(inner, inner, (("ffn_hidden_size", "query"),))
         block.rules.append(Rule(parent, "experts", source="inferred"))
         return True
     dims = {leaf: p.dim() for leaf, p in own.items() if p is not None}

@@ -40,6 +40,9 @@ def infer(model: nn.Module, parts: int, text_only: bool = True) -> Rules:
 
 def _block(found: Found, name: str, module: nn.Module, modules: dict[str, nn.Module], parts: int) -> None:
     """The first maker that knows this block gives its rules."""
+    if type(module).__name__ in blocks.ENTANGLED:
+        found.left[name] = blocks.ENTANGLED[type(module).__name__]
+        return
     for make in (*mixers.MAKERS, *blocks.MAKERS):
         block = Block(name, module, modules, parts)
         try:
@@ -75,7 +78,11 @@ def _vocabulary(found: Found, model: nn.Module, modules: dict[str, nn.Module]) -
     tied = table is not None and head is not None and table._parameters.get("weight") is head._parameters.get("weight")
     cut_head = head is not None and isinstance(head, nn.Linear) and id(head) in names
     if isinstance(table, nn.Embedding) and id(table) in names and (cut_head or not tied):
-        found.rules.setdefault(names[id(table)], Rule(names[id(table)], "vocabulary_embedding", source="inferred"))
+        name = names[id(table)]
+        found.rules.setdefault(name, Rule(name, "vocabulary_embedding", source="inferred"))
+        for leaf, child in table.named_children():  # a norm inside sees the rows of this rank's ids only
+            if any(True for _ in child.parameters()):
+                found.rules.setdefault(f"{name}.{leaf}", Rule(f"{name}.{leaf}", "activation_parameter"))
     if cut_head and names[id(head)] not in found.rules:
         found.rules[names[id(head)]] = Rule(names[id(head)], "vocabulary_head", source="inferred")
 

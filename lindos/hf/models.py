@@ -31,7 +31,17 @@ def kind_of(model: nn.Module) -> str | None:
     if not is_transformers(model):
         return None
     name = type(model).__name__
-    return next((kind for kind, endings in KINDS.items() if name.endswith(endings)), None)
+    kind = next((kind for kind, endings in KINDS.items() if name.endswith(endings)), None)
+    return "causal" if kind is None and _generates(model, name) else kind
+
+
+def _generates(model: nn.Module, name: str) -> bool:
+    """A decoder by another name: what transformers lists as causal, and wrappers of images or sound around one."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return False
+    return name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or name.endswith("ForConditionalGeneration")
 
 
 def config_of(path_or_type: str, **overrides: Any) -> Any:

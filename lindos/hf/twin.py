@@ -271,7 +271,7 @@ def _scaled(config: Any, words: dict[str, Any]) -> dict[str, Any]:
             changes.update({name: True} if name == "is_decoder" else {})
         elif _is_token_id(name):
             changes.update({name: _small_id(name, value, ids)} if value is not None else {})
-        elif "drop" in name and isinstance(value, (int, float)):
+        elif ("drop" in name or "jitter" in name) and isinstance(value, (int, float)):
             changes[name] = type(value)(0)
         elif word == "window":
             changes.update({name: sizes["window"]} if isinstance(value, int) else {})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from lindos.booster.booster import Booster
 from lindos.booster.compose import checksum
 from lindos.comm.world import Flight, World
+from lindos.hf import models
 from lindos.memory.chunk import Chunk
 from lindos.proof.case import OPTIMIZERS, Case, schedule
 from lindos.proof.double import Double
@@ -34,13 +35,15 @@ def on_ranks(world: World, case: Case, optimizer: str, dtype: torch.dtype) -> Si
     model = case.model(dtype)
     made = OPTIMIZERS[optimizer](model.parameters())
     rates = schedule(made)
-    booster = Booster(case.plugin, max_norm=case.max_norm, micro_batches=case.micro_batches)
+    loss = next_token if models.other_loss(model) else None  # the reference's own, where the model has another
+    booster = Booster(case.plugin, max_norm=case.max_norm, micro_batches=case.micro_batches, loss=loss)
     model, made, _, rates = booster.boost(model, made, scheduler=rates)
     names = [name for name, _ in model.named_parameters()]
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     trace, drifted = Trace(), []
 
     def observe() -> None:
-        trace.gradients.append({name: booster.gradient(name) for name in names})
+        trace.gradients.append({name: booster.gradient(name) for name in trained})
 
     booster._observe = observe
     config = model.config
@@ -55,6 +58,14 @@ def on_ranks(world: World, case: Case, optimizer: str, dtype: torch.dtype) -> Si
             trace.weights.append({name: booster.full(name) for name in names})
             drifted += [(step, name) for name in _drifted(booster, names)]
     return Side(trace if world.rank == 0 else Trace(), drifted)
+
+
+def next_token(outputs: Any, batch: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum of the cross-entropies of each position with the next token, and their number."""
+    labels = batch["shift_labels"]
+    logits = outputs.logits.to(torch.promote_types(outputs.logits.dtype, torch.float32))
+    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    return losses, (labels != -100).sum()
 
 
 @contextmanager

@@ -274,6 +274,9 @@ def _vocabulary_head(site: Site) -> Forward:
 def _experts(site: Site) -> Forward:
     own, world, module, crossing, name = site.own(), site.crossing.world, site.module, site.crossing, site.name
     once = [suffix for suffix in module._parameters if suffix.endswith("down_proj_bias")]
+    for child in module.children():
+        if isinstance(child, nn.Identity):  # an expert that returns its input: each rank adds its share
+            child.forward = lambda x: x / site.parts  # type: ignore[method-assign]
 
     def entered(value: Any) -> Any:
         floating = isinstance(value, torch.Tensor) and value.is_floating_point() and value.requires_grad
@@ -324,8 +327,9 @@ def _resize_norm(site: Site) -> None:
     module, rank = site.module, site.rank
     if getattr(module, "normalized_shape", None) == (site.size(0),):
         module.normalized_shape = (site.widths(site.size(0))[rank],)  # type: ignore[assignment]
-    if site.heads and getattr(module, "n_groups", None) == site.heads.key_value:
-        module.n_groups = site.heads.counts("key_value")[rank]
+    for name in ("n_groups", "num_heads"):
+        if site.heads and getattr(module, name, None) == site.heads.key_value:
+            setattr(module, name, site.heads.counts("key_value")[rank])
 
 
 MAKERS: dict[str, Callable[[Site], Forward]] = {

@@ -113,11 +113,11 @@ def all_heads(
         LayoutError: tp cannot cut them.
         RefusedError: a home tells neither head size nor number of heads.
     """
-    found: dict[str, Heads] = {}
+    found = {name: Heads(home.query, home.key_value, parts) for name, home in homes.items()}
     for name, rule in resolved.items():
         home = home_of(name, rule)
         if rule.heads and home not in found:
-            said = homes.get(home) or _told(home, resolved, modules)
+            said = _told(home, resolved, modules)
             found[home] = Heads(said.query, said.key_value, parts)
     return found
 

@@ -77,7 +77,7 @@ class Tensor:
         """
         parameters = dict(model.named_parameters())
         for name, partial in self.partial.items():
-            if parameters[name].requires_grad:
+            if name in parameters and parameters[name].requires_grad:
                 parameters[name].register_hook(_summed(partial, world, name))
         shared = [its for its in self.heads.values() if its.sharing > 1]
         return list(dict.fromkeys(axis for its in shared for axis in (its.held_axis, its.shared_axis)))
