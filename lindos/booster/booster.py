@@ -48,7 +48,7 @@ class Booster:
         max_norm: clip the norm of the whole gradient to this, or None.
         micro_batches: pieces that `step` cuts a batch into.
         loss: `fn(outputs, batch) -> (sum, count)` or `(sum, count, {name: (sum, count)})`; default by the model's kind.
-        allow: what may depend on how a batch is cut: "router_aux_loss".
+        allow: "router_aux_loss": it may depend on how a batch is cut; "whole": most of a model may stay whole under tp.
 
     Raises:
         InputError: an option that does not exist or cannot be; the axes do not divide the world.
@@ -129,7 +129,7 @@ class Booster:
             error = found
         self._world.agree(error, "boost options")
         assert loss is not None
-        plan = self._plan = compose(model, optimizer, self.plugin, self.precision, self._world)
+        plan = self._plan = compose(model, optimizer, self.plugin, self.precision, self._world, self._allow)
         self.mesh = plan.world.mesh
         self._model, self._scheduler, self._loader = model, scheduler, rebuilt
         self._calls = Calls(model, plan, loss, self.precision.cast)
@@ -360,6 +360,9 @@ class Booster:
             notes.append(
                 "dropout keyed by (seed, step, place, sample, token, feature); attention with dropout is eager"
             )
+        tensor = self._plan.tensor if self._plan else None
+        if tensor is not None and self._plan is not None:
+            notes += tensor.left_text(self._plan.ledger)
         return notes
 
     def _parts(self) -> state.Parts:

@@ -11,10 +11,13 @@ from torch import nn
 from lindos.booster.plugins import Plugin
 from lindos.booster.precision import Precision
 from lindos.comm.world import World
-from lindos.core.errors import InputError, LindosError
+from lindos.core.errors import InputError, LindosError, RefusedError
 from lindos.core.layout import Layout
 from lindos.core.ledger import Entry, Ledger
+from lindos.core.mesh import Mesh
 from lindos.core.rules import Rules
+from lindos.core.units import text_of_bytes
+from lindos.hf import proven
 from lindos.hf import rules as hf_rules
 from lindos.hf.initial import initial_values
 from lindos.hf.load import Folder
@@ -24,6 +27,8 @@ from lindos.parallel import products
 from lindos.parallel.data.program import Data
 from lindos.parallel.tensor.kind import Tensor
 from lindos.parallel.whole import place, take
+
+LARGEST_WHOLE = 0.5  # share of the parameters inside the blocks that tensor parallelism may leave whole unasked
 
 
 @dataclass
@@ -46,7 +51,12 @@ class Plan:
 
 
 def compose(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, plugin: Plugin, precision: Precision, link: World
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    plugin: Plugin,
+    precision: Precision,
+    link: World,
+    allow: tuple[str, ...] = (),
 ) -> Plan:
     """Apply a plan to a model in place; every refusal comes before the first change.
 
@@ -64,11 +74,13 @@ def compose(
         names, tied = _names(model)
         trained = optim.check(optimizer, names) if optimizer is not None else None
         # 1. the ledger, on shapes alone
-        ledger = _ledger(model, tied, trained)
+        ledger = ledger_of(model, tied, trained)
         # 2. rules: read from the model, or written
         tensor = _tensor(model, plugin) if mesh.size("tp") > 1 else None
         # 3. each axis writes its columns
         mesh = tensor.contribute(ledger, mesh) if tensor else mesh
+        if tensor:
+            _check_rules(model, plugin, mesh, tensor, ledger, "whole" in allow)
         mesh = data.contribute(ledger, mesh)
         folder = _folder(model, ledger)
         plan = Plan(ledger, link.on(mesh), tensor, data, names)
@@ -117,7 +129,11 @@ def _names(model: nn.Module) -> tuple[dict[int, str], dict[str, tuple[str, ...]]
     return names, tied
 
 
-def _ledger(model: nn.Module, tied: dict[str, tuple[str, ...]], trained: set[str] | None) -> Ledger:
+def ledger_of(
+    model: nn.Module, tied: dict[str, tuple[str, ...]] | None = None, trained: set[str] | None = None
+) -> Ledger:
+    """A line for every parameter and buffer, whole. Reads shapes alone."""
+    tied = _names(model)[1] if tied is None else tied
     ledger = Ledger()
     for name, parameter in model.named_parameters():
         layout = Layout(tuple(parameter.shape))
@@ -137,6 +153,25 @@ def _ledger(model: nn.Module, tied: dict[str, tuple[str, ...]], trained: set[str
 def _tensor(model: nn.Module, plugin: Plugin) -> Tensor:
     rules = Rules.read(plugin.rules) if plugin.rules is not None else hf_rules.rules_of(model, plugin.tp)
     return Tensor(rules, plugin.tensor).read(model, plugin.tp)
+
+
+def _check_rules(model: nn.Module, plugin: Plugin, mesh: Mesh, tensor: Tensor, ledger: Ledger, whole: bool) -> None:
+    """Inferred rules must be proven, and must cut most of the model.
+
+    Raises:
+        RefusedError: they are not, or do not.
+    """
+    if plugin.rules is None and not plugin.unproven:
+        shape = proven.shape_of({axis.name: axis.size for axis in mesh.base}, tensor.heads.values())
+        proven.check(model, tensor.rules, shape)
+    left, inner = tensor.left_bytes(ledger), tensor.inner_bytes(ledger)
+    if sum(left.values()) > LARGEST_WHOLE * inner and not whole:
+        names = ", ".join(f"{name} ({text_of_bytes(size)})" for name, size in list(left.items())[:4])
+        raise RefusedError(
+            f"tp={plugin.tp} would leave {sum(left.values()) / inner:.0%} of the model's inner parameters whole on "
+            f"every rank, more than {LARGEST_WHOLE:.0%}: {names}. Write rules (docs/rules.md), use other axes, or "
+            'accept it with Booster(allow=("whole",)).'
+        )
 
 
 def _folder(model: nn.Module, ledger: Ledger) -> Folder | None:

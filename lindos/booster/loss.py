@@ -21,7 +21,7 @@ from lindos.hf import models
 from lindos.parallel.tensor.vocabulary import cross_entropy
 
 LossFunction = Callable[[Any, Mapping[str, Any]], tuple[Any, ...]]
-ALLOWED = ("router_aux_loss",)
+ALLOWED = ("router_aux_loss", "whole")
 
 
 def per_token(function: LossFunction) -> LossFunction:

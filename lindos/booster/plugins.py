@@ -33,6 +33,7 @@ class Plugin:
         recompute: "none", "full", "selective" or a budget in bytes.
         compile: torch.compile each block.
         rules: a file, mapping or Rules that override what is read from the model.
+        unproven: run inferred rules that no proof has covered.
         placement: "none" keeps all state on the device; "auto" and "static" are Gemini's.
         ep: expert axis, reserved.
     """
@@ -49,6 +50,7 @@ class Plugin:
     recompute: Any = "none"
     compile: bool = False
     rules: Any = None
+    unproven: bool = False
     placement: str = "none"
     device_budget: Any = "auto"
     host_budget: Any = "auto"

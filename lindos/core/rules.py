@@ -92,6 +92,8 @@ class Rule:
         return self.heads if isinstance(self.heads, tuple) else (self.heads,) * count
 
     def matches(self, name: str) -> bool:
+        if "*" not in self.pattern:
+            return name == self.pattern
         return re.fullmatch(re.escape(self.pattern).replace(r"\*", r"[^.]+"), name) is not None
 
 

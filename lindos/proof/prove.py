@@ -7,8 +7,12 @@ from typing import Any
 
 import torch
 
+from lindos.booster.plugins import Plugin
 from lindos.comm.ranks import Ranks, pool
 from lindos.core.errors import InputError, LayoutError, RefusedError, RulesError
+from lindos.hf import proven
+from lindos.hf.rules import rules_of
+from lindos.parallel.tensor.kind import Tensor
 from lindos.proof import compare
 from lindos.proof.case import OPTIMIZERS, Case, plugin_of
 from lindos.proof.causes import likely_cause
@@ -64,7 +68,30 @@ def prove(
     except (RefusedError, LayoutError, RulesError) as error:
         report.verdict, report.reason = "refused", str(error)
     report.seconds = time.monotonic() - started
+    if report.verdict == "equal" and plan.rules is None and not case.fault:
+        _remember(case)
     return report
+
+
+def _remember(case: Case) -> None:
+    """What was equal here may be trained here: the rules go into this machine's table."""
+    if case.plugin.tp == 1:
+        return
+    model = case.model(torch.float32)
+    read, shape = rules_and_shape(model, case.plugin, case.dp)
+    name = getattr(getattr(model, "config", None), "model_type", "")
+    proven.remember(type(model).__name__, name, proven.lines_of(read.rules), shape)
+
+
+def rules_and_shape(model: torch.nn.Module, plugin: Plugin, dp: int) -> tuple[Tensor, str]:
+    """The inferred rules of a model, matched, and the shape of a plan on it.
+
+    Raises:
+        RefusedError, LayoutError: there are none, or tp cannot cut it.
+    """
+    read = Tensor(rules_of(model, plugin.tp), plugin.tensor).read(model, plugin.tp)
+    axes = {"pp": plugin.pp, "dp": dp, "sp": plugin.sp, "tp": plugin.tp}
+    return read, proven.shape_of(axes, read.heads.values())
 
 
 def _run(case: Case, report: Report, ranks: Ranks) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -36,7 +37,9 @@ def on_ranks(world: World, case: Case, optimizer: str, dtype: torch.dtype) -> Si
     made = OPTIMIZERS[optimizer](model.parameters())
     rates = schedule(made)
     loss = next_token if models.other_loss(model) else None  # the reference's own, where the model has another
-    booster = Booster(case.plugin, max_norm=case.max_norm, micro_batches=case.micro_batches, loss=loss)
+    plugin = dataclasses.replace(case.plugin, unproven=True)
+    options = {"max_norm": case.max_norm, "micro_batches": case.micro_batches, "allow": ("whole",)}
+    booster = Booster(plugin, loss=loss, **options)
     model, made, _, rates = booster.boost(model, made, scheduler=rates)
     names = [name for name, _ in model.named_parameters()]
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]

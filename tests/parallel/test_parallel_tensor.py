@@ -119,14 +119,14 @@ def test_no_wide_copy_of_the_logits_is_ever_whole():
 @given(st.integers(1, 8), st.integers(1, 8), st.integers(1, 8), st.integers(1, 16))
 def test_heads_are_all_held_and_meet_their_kv_heads(kv, ratio, size, parts):
     try:
-        heads = Heads(size, kv * ratio, kv, parts)
+        heads = Heads(kv * ratio, kv, parts)
     except LayoutError:
         return
     counts, start = heads.counts(), 0
     assert sum(counts) == kv * ratio
     assert min(counts) >= 1
     for rank, count in enumerate(counts):
-        (a, b), *rest = heads.pieces("key_value")[rank]
+        (a, b), *rest = heads.pieces("key_value", kv * size)[rank]
         assert not rest
         local = heads.local_ratio(rank)
         for i in range(count):  # the kv head that attention pairs with local query head i is the right one
@@ -137,7 +137,7 @@ def test_heads_are_all_held_and_meet_their_kv_heads(kv, ratio, size, parts):
 
 def test_heads_that_cannot_be_cut_name_what_can():
     with pytest.raises(LayoutError, match=r"Use tp in \[1, 2, 3, 6\]"):
-        Heads(8, 6, 3, 4)
+        Heads(6, 3, 4)
 
 
 @given(st.integers(0, 1000), st.integers(1, 64))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 
 from lindos.comm.world import World
-from lindos.core.ledger import Ledger
+from lindos.core.ledger import ITEM_BYTES, Entry, Ledger
 from lindos.core.mesh import Mesh
 from lindos.core.rules import Rule, Rules
+from lindos.core.units import text_of_bytes
 from lindos.parallel.tensor import attention
 from lindos.parallel.tensor.forwards import Crossing, install
 from lindos.parallel.tensor.heads import Heads, all_heads, home_of, input_dim
@@ -82,6 +86,39 @@ class Tensor:
         shared = [its for its in self.heads.values() if its.sharing > 1]
         return list(dict.fromkeys(axis for its in shared for axis in (its.held_axis, its.shared_axis)))
 
+    def inner_bytes(self, ledger: Ledger) -> int:
+        """Bytes of all parameters but tables and the vocabulary's."""
+        return sum(_bytes(entry) for entry in self._inner(ledger))
+
+    def left_bytes(self, ledger: Ledger) -> dict[str, int]:
+        """Bytes that stay whole inside the model by the folded name of their module, the largest first."""
+        found: dict[str, int] = {}
+        for entry in self._inner(ledger):
+            if not entry.in_use.cuts:
+                name = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", entry.name.rpartition(".")[0])
+                found[name] = found.get(name, 0) + _bytes(entry)
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+    def left_text(self, ledger: Ledger) -> list[str]:
+        """Lines for a report: what stays whole on every rank, how much, and why."""
+        left, inner = self.left_bytes(ledger), max(1, self.inner_bytes(ledger))
+        lines = [
+            f"left whole on every rank of tp: {text_of_bytes(sum(left.values()))}, {sum(left.values()) / inner:.1%}"
+        ]
+        reasons = {re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name): why for name, why in self.rules.left.items()}
+        for name, size in list(left.items())[:12]:
+            why = next((text for home, text in reasons.items() if f"{name}.".startswith(f"{home}.")), "")
+            lines.append(f"  {text_of_bytes(size):>10} {name}{': ' * bool(why)}{why}")
+        return lines
+
+    def _inner(self, ledger: Ledger) -> Iterator[Entry]:
+        assert self.model is not None
+        modules = dict(self.model.named_modules())
+        for entry in ledger.of("parameter"):
+            table = isinstance(modules.get(entry.name.rpartition(".")[0]), nn.Embedding)
+            if not table and not entry.role.startswith("vocabulary"):
+                yield entry
+
     def _cut_buffer(self, modules: dict[str, nn.Module], name: str, ledger: Ledger, world: World) -> None:
         entry = ledger.entries.get(("buffer", name))
         if entry is None:
@@ -93,6 +130,10 @@ class Tensor:
         for box in entry.in_use.boxes(world.mesh):
             local[tuple(slice(a, b) for a, b in box.local)] = whole[tuple(slice(a, b) for a, b in box.full)]
         modules[home]._buffers[suffix] = local
+
+
+def _bytes(entry: Entry) -> int:
+    return entry.numel * ITEM_BYTES[entry.dtype]
 
 
 def _summed(partial: Partial, world: World, name: str):  # type: ignore[no-untyped-def]

@@ -1,0 +1,140 @@
+"""Prove every causal type of transformers, one by one, and write the table of what may run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lindos.booster.compose import ledger_of
+from lindos.comm.ranks import Ranks, pool
+from lindos.core.errors import LindosError
+from lindos.core.mesh import Mesh
+from lindos.hf import models, proven, twin
+from lindos.proof.case import Case
+from lindos.proof.prove import prove, rules_and_shape
+
+
+@dataclass
+class Line:
+    """What was found for one type.
+
+    Attributes:
+        type: of transformers.
+        name: of its class; empty if it could not be built.
+        shape: of the plan, as the table has it.
+        verdict: "equal", "refused" or "differs".
+        reason: why it was refused or where it differs.
+        cut: share of the default configuration's parameters that are really cut, tables and the vocabulary left out.
+        rules: hashes of its rules.
+        seconds: that it took.
+    """
+
+    type: str
+    name: str = ""
+    shape: str = ""
+    verdict: str = "refused"
+    reason: str = ""
+    cut: float = 0.0
+    rules: frozenset[str] = field(default_factory=frozenset)
+    seconds: float = 0.0
+
+    def text(self) -> str:
+        cut = f"{self.cut:4.0%} cut" if self.cut else " " * 8
+        return f"{self.type:26} {self.verdict:8} {self.shape:14} {cut} {self.seconds:5.1f} s  {self.reason[:160]}"
+
+
+def prove_all(
+    types: Iterable[str] | None = None,
+    ranks: Ranks | None = None,
+    show: Callable[[str], Any] = print,
+    table: Path | None = None,
+    **options: Any,
+) -> list[Line]:
+    """Prove types one by one under one plan.
+
+    Args:
+        types: of transformers; default all causal ones.
+        ranks: the pool that they run on.
+        show: takes a line of text for each type as it is done.
+        table: JSON file that verdicts are added to (`hf/proven.json` is the one that ships).
+        **options: of `prove`: tp, dp, steps, micro_batches, twin, ...
+    """
+    wanted = list(twin.types() if types is None else types)
+    pool_of_ranks, lines = ranks or pool(), []
+    for number, name in enumerate(wanted, 1):
+        started = time.monotonic()
+        line = _line(name, pool_of_ranks, options)
+        line.seconds = time.monotonic() - started
+        lines.append(line)
+        show(f"{number:3}/{len(wanted)} {line.text()}")
+        if table is not None:
+            _record(table, line)
+    return lines
+
+
+def _line(model_type: str, ranks: Ranks, options: dict[str, Any]) -> Line:
+    line = Line(model_type)
+    try:
+        report = prove(type=model_type, ranks=ranks, **options)
+        line.verdict = report.verdict
+        first = report.differences[0].text() + "; " if report.differences else ""
+        line.reason = first + report.reason
+        model = report.case.model(torch.float32)
+        line.name = type(model).__name__
+        read, line.shape = rules_and_shape(model, report.case.plugin, report.case.dp)
+        line.rules = proven.lines_of(read.rules)
+        line.cut = share_cut(model_type, report.case)
+    except LindosError as error:
+        line.verdict, line.reason = "refused", _last(str(error))
+    except Exception as error:  # whatever transformers raises: the type cannot be trained as it is
+        line.verdict, line.reason = "refused", f"{type(error).__name__}: {_last(str(error))}"
+    return line
+
+
+def _last(text: str) -> str:
+    return text.strip().splitlines()[-1][:300] if text.strip() else ""
+
+
+def share_cut(model_type: str, case: Case) -> float:
+    """Share of the default configuration's parameters that tp really cuts, tables and the vocabulary left out."""
+    try:
+        with torch.device("meta"):
+            model = models.model_of(models.config_of(model_type))
+    except Exception:  # a default that transformers itself cannot build: its twin has the same pattern
+        model = case.model(torch.float32)
+    read, _ = rules_and_shape(model, case.plugin, 1)
+    ledger = ledger_of(model)
+    read.contribute(ledger, Mesh.of(0, tp=case.plugin.tp))
+    return 1 - sum(read.left_bytes(ledger).values()) / max(1, read.inner_bytes(ledger))
+
+
+def _record(table: Path, line: Line) -> None:
+    found = dict(proven.read(table))
+    of_minor = found.setdefault(proven.minor(models.version()), {})
+    name = line.name or f"({line.type})"
+    entry = dict(of_minor.get(name, {"type": line.type}))
+    if line.verdict == "equal":
+        entry["lines"] = sorted({*entry.get("lines", ()), *line.rules})
+    entry["shapes"] = {**entry.get("shapes", {}), **({line.shape: line.verdict} if line.shape else {})}
+    if line.verdict != "equal":
+        entry["reason"] = line.reason
+    if line.cut:
+        entry["cut"] = round(line.cut, 3)
+    of_minor[name] = entry
+    proven.write(table, found)
+
+
+def summary(lines: list[Line]) -> str:
+    """Counts, in words."""
+    count = {verdict: sum(line.verdict == verdict for line in lines) for verdict in ("equal", "refused", "differs")}
+    wide = sum(line.cut >= 0.6 for line in lines if line.verdict == "equal")
+    total = sum(line.seconds for line in lines)
+    return (
+        f"{len(lines)} types: {count['equal']} equal, {count['refused']} refused, {count['differs']} differ; "
+        f"{wide} with at least 60 % of their inner parameters cut; {total / 60:.1f} minutes"
+    )
