@@ -16,39 +16,76 @@ EXIT_CODES = {"equal": 0, "refused": 3, "differs": 4}
 def main(arguments: Sequence[str]) -> int:
     """Prints the report; 0 equal, 3 refused, 4 differs."""
     given = _parser().read(arguments)
-    if given.all:
-        raise InputError("lindos prove --all is served by a later version. Give --type T or --model DIR.")
-    if (given.type is None) == (given.model is None):
-        raise InputError("lindos prove needs one of --type T and --model DIR.")
+    if sum((given.type is not None, given.model is not None, given.all)) != 1:
+        raise InputError("lindos prove needs one of --type T, --model DIR and --all.")
+    if given.table and not given.all:
+        raise InputError("--table is written by lindos prove --all; a single proof is remembered by itself.")
+    axes = {name: getattr(given, name) for name in ("tp", "pp", "sp", "zero", "rules", "recompute", "kind")}
+    options = {
+        "dp": given.dp,
+        "plugin": given.plugin,
+        "micro_batches": given.micro_batches,
+        "max_norm": given.max_norm,
+        "steps": given.steps,
+        **{name: value for name, value in axes.items() if value is not None},  # the plugin has its own defaults
+        **({"twin": _sizes(given.twin)} if given.twin else {}),
+    }
+    return _every(given, options) if given.all else _one(given, options)
 
+
+def _one(given: Any, options: dict[str, Any]) -> int:
     from lindos import proof
 
-    axes = {name: getattr(given, name) for name in ("tp", "pp", "sp", "zero", "rules")}
-    report = proof.prove(
-        type=given.type,
-        model=given.model,
-        dp=given.dp,
-        plugin=given.plugin,
-        micro_batches=given.micro_batches,
-        max_norm=given.max_norm,
-        steps=given.steps,
-        **{name: value for name, value in axes.items() if value is not None},  # the plugin has its own defaults
-    )
+    report = proof.prove(type=given.type, model=given.model, **options)
     print(report.text())
     if given.json:
         _write(Path(given.json), report.json())
     return EXIT_CODES[report.verdict]
 
 
+def _every(given: Any, options: dict[str, Any]) -> int:
+    """0 if no type differs; those that are refused say why."""
+    import json
+
+    from lindos.proof import every
+
+    table = Path(given.table) if given.table else None
+    lines = every.prove_all(given.only.split(",") if given.only else None, table=table, **options)
+    print(every.summary(lines))
+    if given.json:
+        _write(Path(given.json), json.dumps([line.facts() for line in lines], indent=1))
+    return EXIT_CODES["differs"] if any(line.verdict == "differs" for line in lines) else EXIT_CODES["equal"]
+
+
+def _sizes(text: str) -> dict[str, Any]:
+    """`heads=6,kv_heads=3,tied=true`.
+
+    Raises:
+        InputError: not of that form.
+    """
+    found: dict[str, Any] = {}
+    for part in text.split(","):
+        name, sign, value = part.partition("=")
+        if not sign or not (value.isdigit() or value in ("true", "false")):
+            raise InputError(f"--twin takes sizes such as heads=6,kv_heads=3,tied=true; got {part!r}.")
+        found[name.strip()] = int(value) if value.isdigit() else value == "true"
+    return found
+
+
 def _parser() -> Parser:
     parser = Parser(prog="lindos prove", description="Compare a plan with one process, number by number.")
     parser.add_argument("--type", help="model type of transformers; a small twin of it is compared")
     parser.add_argument("--model", help="folder with config.json")
-    parser.add_argument("--all", action="store_true", help="every causal type (served later)")
+    parser.add_argument("--all", action="store_true", help="every causal type, one by one")
+    parser.add_argument("--only", help="with --all: these types, separated by commas")
+    parser.add_argument("--table", help="with --all: JSON table that verdicts are added to")
+    parser.add_argument("--kind", help="kind of model: causal, masked, classification, ... (the type's own)")
+    parser.add_argument("--twin", help="sizes of the twin: heads=6,kv_heads=3,vocabulary=131,tied=true")
     for axis, of in (("dp", "data"), ("tp", "tensor"), ("pp", "pipeline"), ("sp", "sequence")):
         parser.add_argument(f"--{axis}", type=int, default=1, help=f"{of} parallel ranks (1)")
     parser.add_argument("--zero", type=int, default=None, help="ZeRO stage, 0 to 3 (the plugin's own)")
     parser.add_argument("--plugin", default=None, choices=PLUGINS, help="plugin that the axes are given to")
+    parser.add_argument("--recompute", default=None, help="none, full, selective or a budget in bytes (none)")
     parser.add_argument("--rules", help="TOML file of rules")
     parser.add_argument("--micro-batches", "--micro_batches", type=int, default=1, help="parts of a step (1)")
     parser.add_argument("--max-norm", "--max_norm", type=float, default=None, help="clip to this norm (no clipping)")

@@ -43,6 +43,10 @@ class Line:
     rules: frozenset[str] = field(default_factory=frozenset)
     seconds: float = 0.0
 
+    def facts(self) -> dict[str, Any]:
+        """For programs."""
+        return {**vars(self), "rules": sorted(self.rules)}
+
     def text(self) -> str:
         cut = f"{self.cut:4.0%} cut" if self.cut else " " * 8
         return f"{self.type:26} {self.verdict:8} {self.shape:14} {cut} {self.seconds:5.1f} s  {self.reason[:160]}"
