@@ -89,6 +89,13 @@ def output_of(loss: torch.Tensor) -> Any:
     return CausalLMOutput(loss=loss, logits=None)
 
 
+def quiet() -> None:
+    """No warnings of transformers: a long run over default configurations would be all of them."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+
+
 def version() -> str:
     """Of transformers."""
     import transformers

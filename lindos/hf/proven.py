@@ -1,4 +1,4 @@
-"""The table of proven rules: (class of model, transformers minor, plan shape) to a verdict.
+"""The table of proven rules: (type of model, transformers minor, plan shape) to a verdict.
 
 Rules that were inferred run only where `lindos.prove` has shown that they give the numbers of one process: in the
 table that ships (`proven.json`, written by `lindos prove --all`), or in this machine's own (written by every `prove`
@@ -33,15 +33,26 @@ def minor(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
-def lines_of(rules: Rules) -> frozenset[str]:
-    """A short hash of each rule and home with numbers folded, so that depth and sizes do not matter."""
+def name_of(model: nn.Module) -> str:
+    """What the table calls a model: its type in transformers, else its class."""
+    return getattr(getattr(model, "config", None), "model_type", "") or type(model).__name__
+
+
+def lines_of(model: nn.Module, rules: Rules) -> frozenset[str]:
+    """A short hash of each rule and home with numbers folded, so that depth and sizes do not matter.
+
+    Names start behind the prefix of the base model, so that all classes of a type are one.
+    """
+    prefix = getattr(model, "base_model_prefix", "") + "."
     texts = set()
     for rule in rules.rules:
         heads = rule.heads if isinstance(rule.heads, str) or rule.heads is None else "|".join(dict.fromkeys(rule.heads))
         blocks = min(rule.count, 4) if rule.role != "head_parameter" else 1
-        texts.add(f"{_folded(rule.pattern)} {rule.role} {heads} {blocks} {rule.dim} {_folded(rule.home)}")
+        pattern, home = (_folded(name.removeprefix(prefix)) for name in (rule.pattern, rule.home))
+        texts.add(f"{pattern} {rule.role} {heads} {blocks} {rule.dim} {home}")
     for name, home in rules.homes.items():
-        texts.add(f"{_folded(name)} {sorted(home.local)} {sorted(home.arguments)} {home.query == home.key_value}")
+        name = _folded(name.removeprefix(prefix))
+        texts.add(f"{name} {sorted(home.local)} {sorted(home.arguments)} {home.query == home.key_value}")
     return frozenset(hashlib.blake2b(text.encode(), digest_size=4).hexdigest() for text in texts)
 
 
@@ -72,7 +83,7 @@ def _read(path: Path, stamp: int) -> dict[str, Any]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A table: {minor: {class: {"type", "lines", "shapes": {shape: verdict}, ...}}}; empty where there is none."""
+    """A table: {minor: {type: {"lines", "shapes": {shape: verdict}, "cut", "reason"}}}; empty where there is none."""
     try:
         return _read(path, path.stat().st_mtime_ns)
     except OSError:
@@ -80,7 +91,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def is_proven(name: str, lines: frozenset[str], shape: str, version: str | None = None) -> bool:
-    """Whether the rules of a class were shown to be equal for a plan shape with this transformers minor."""
+    """Whether the rules of a type were shown to be equal for a plan shape with this transformers minor."""
     version = minor(version or models.version())
     for path in (CACHE, SHIPPED):
         entry = read(path).get(version, {}).get(name)
@@ -95,23 +106,22 @@ def check(model: nn.Module, rules: Rules, shape: str) -> None:
     Raises:
         RefusedError: says how to prove them here.
     """
-    name = type(model).__name__
-    if not shape or is_proven(name, lines_of(rules), shape):
+    name = name_of(model)
+    if not shape or is_proven(name, lines_of(model, rules), shape):
         return
-    kind = getattr(getattr(model, "config", None), "model_type", None)
-    how = f"lindos prove --type {kind}" if kind else "lindos.prove"
+    how = f"lindos prove --type {name}"
     raise RefusedError(
-        f"the rules of {name} were inferred and are not proven for the plan shape {shape!r} with transformers "
-        f"{minor(models.version())}. Prove them here, in seconds ({how} or --model DIR, with the same axes): the "
-        "result is remembered. Or write rules (docs/rules.md), or accept them with unproven=True."
+        f"the rules of {name} ({type(model).__name__}) were inferred and are not proven for the plan shape {shape!r} "
+        f"with transformers {minor(models.version())}. Prove them here, in seconds ({how} or --model DIR, with the "
+        "same axes): the result is remembered. Or write rules (docs/rules.md), or accept them with unproven=True."
     )
 
 
-def remember(name: str, model_type: str, lines: Iterable[str], shape: str, path: Path | None = None) -> None:
+def remember(name: str, lines: Iterable[str], shape: str, path: Path | None = None) -> None:
     """Add a verdict "equal" to a table; lines that another configuration has proven stay."""
     path = path or CACHE
     table = json.loads(json.dumps(read(path)))
-    entry = table.setdefault(minor(models.version()), {}).setdefault(name, {"type": model_type})
+    entry = table.setdefault(minor(models.version()), {}).setdefault(name, {})
     entry["lines"] = sorted({*entry.get("lines", ()), *lines})
     entry.setdefault("shapes", {})[shape] = "equal"
     write(path, table)

@@ -25,7 +25,6 @@ class Line:
 
     Attributes:
         type: of transformers.
-        name: of its class; empty if it could not be built.
         shape: of the plan, as the table has it.
         verdict: "equal", "refused" or "differs".
         reason: why it was refused or where it differs.
@@ -35,7 +34,6 @@ class Line:
     """
 
     type: str
-    name: str = ""
     shape: str = ""
     verdict: str = "refused"
     reason: str = ""
@@ -68,6 +66,7 @@ def prove_all(
         table: JSON file that verdicts are added to (`hf/proven.json` is the one that ships).
         **options: of `prove`: tp, dp, steps, micro_batches, twin, ...
     """
+    models.quiet()
     wanted = list(twin.types() if types is None else types)
     pool_of_ranks, lines = ranks or pool(), []
     for number, name in enumerate(wanted, 1):
@@ -89,9 +88,8 @@ def _line(model_type: str, ranks: Ranks, options: dict[str, Any]) -> Line:
         first = report.differences[0].text() + "; " if report.differences else ""
         line.reason = first + report.reason
         model = report.case.model(torch.float32)
-        line.name = type(model).__name__
         read, line.shape = rules_and_shape(model, report.case.plugin, report.case.dp)
-        line.rules = proven.lines_of(read.rules)
+        line.rules = proven.lines_of(model, read.rules)
         line.cut = share_cut(model_type, report.case)
     except LindosError as error:
         line.verdict, line.reason = "refused", _last(str(error))
@@ -120,8 +118,7 @@ def share_cut(model_type: str, case: Case) -> float:
 def _record(table: Path, line: Line) -> None:
     found = dict(proven.read(table))
     of_minor = found.setdefault(proven.minor(models.version()), {})
-    name = line.name or f"({line.type})"
-    entry = dict(of_minor.get(name, {"type": line.type}))
+    entry = dict(of_minor.get(line.type, {}))
     if line.verdict == "equal":
         entry["lines"] = sorted({*entry.get("lines", ()), *line.rules})
     entry["shapes"] = {**entry.get("shapes", {}), **({line.shape: line.verdict} if line.shape else {})}
@@ -129,7 +126,7 @@ def _record(table: Path, line: Line) -> None:
         entry["reason"] = line.reason
     if line.cut:
         entry["cut"] = round(line.cut, 3)
-    of_minor[name] = entry
+    of_minor[line.type] = entry
     proven.write(table, found)
 
 

@@ -79,8 +79,7 @@ def _remember(case: Case) -> None:
         return
     model = case.model(torch.float32)
     read, shape = rules_and_shape(model, case.plugin, case.dp)
-    name = getattr(getattr(model, "config", None), "model_type", "")
-    proven.remember(type(model).__name__, name, proven.lines_of(read.rules), shape)
+    proven.remember(proven.name_of(model), proven.lines_of(model, read.rules), shape)
 
 
 def rules_and_shape(model: torch.nn.Module, plugin: Plugin, dp: int) -> tuple[Tensor, str]:

@@ -1,0 +1,117 @@
+"""Rules by structure: what each kind of block becomes, what stays whole and why."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from lindos.core.errors import RefusedError
+from lindos.core.rules import ROLES
+from lindos.hf import proven, rules
+from lindos.hf.infer import infer
+from lindos.hf.rules import STYLES, rules_of
+from lindos.hf.twin import twin
+
+
+def roles(model_type: str, parts: int = 2, **sizes) -> dict:
+    """Rules of a type's twin, by the tail of their names behind the layer number."""
+    found = infer(twin(model_type, dtype=torch.float32, **sizes), parts)
+    return {re.sub(r"^.*?\.\d+\.", "", rule.pattern): rule for rule in found.rules}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "tail", "role", "heads"),
+    [
+        ("llama", "self_attn.q_proj", "column", "query"),
+        ("llama", "self_attn.k_proj", "column", "key_value"),
+        ("llama", "mlp.down_proj", "row", None),
+        ("llama", "model.embed_tokens", "vocabulary_embedding", None),
+        ("qwen3", "self_attn.q_norm", "head_norm", None),
+        ("olmo2", "self_attn.k_norm", "wide_norm", "key_value"),
+        ("gpt2", "attn.c_attn", "column", ("query", "key_value", "key_value")),
+        ("bloom", "self_attention.query_key_value", "column", "query"),
+        ("falcon", "self_attention.query_key_value", "column", ("query", "key_value", "key_value")),
+        ("phi3", "self_attn.qkv_proj", "column", ("query", "key_value", "key_value")),
+        ("deepseek_v3", "self_attn.kv_a_proj_with_mqa", "latent", None),
+        ("deepseek_v3", "self_attn.kv_b_proj", "inner_column", "query"),
+        ("mixtral", "mlp.experts", "experts", None),
+        ("gpt_oss", "self_attn.sinks", "head_parameter", "query"),
+        ("apertus", "mlp.act_fn", "activation_parameter", None),
+        ("mamba", "mixer.x_proj", "whole_output", "query"),
+        ("mamba", "mixer.dt_proj", "inner_column", "query"),
+        ("mamba2", "mixer.norm", "group_norm", "query"),
+        ("mamba2", "mixer.conv1d", "convolution", ("query", "key_value", "key_value")),
+        ("qwen3_next", "linear_attn.in_proj_qkvz", "column", "key_value"),
+        ("lfm2_moe", "conv.conv", "convolution", None),
+        ("recurrent_gemma", "temporal_block.rg_lru.input_gate_weight", "head_parameter", "query"),
+        ("rwkv", "attention.time_decay", "head_parameter", "query"),
+        ("bert", "output.dense", "row", None),
+        ("bert", "attention.output.dense", "row", "query"),
+        ("cpmant", "self_att.self_attention.project_q", "column", "query"),
+        ("moshi", "self_attn.q_proj.linear", "column", "query"),
+        ("zamba2", "shared_transformer.feed_forward.gate_up_proj_adapter_list.0.1", "column", None),
+    ],
+)
+def test_a_block_gets_its_roles(model_type, tail, role, heads):
+    rule = roles(model_type).get(tail)
+    assert rule is not None
+    assert (rule.role, rule.heads) == (role, heads)
+
+
+class Attention(nn.Module):
+    def __init__(self, extra: nn.Module | None = None) -> None:
+        super().__init__()
+        self.head_dim = 8
+        self.q_proj, self.k_proj, self.v_proj = nn.Linear(24, 32), nn.Linear(24, 16), nn.Linear(24, 16)
+        self.o_proj = nn.Linear(32, 24)
+        if extra is not None:
+            self.extra = extra
+
+    def forward(self, hidden_states):
+        return hidden_states
+
+
+def test_an_unknown_child_leaves_its_block_whole_and_is_named():
+    model = nn.Sequential(Attention(), Attention(nn.Linear(24, 7)))
+    found = infer(model, 2)
+    assert {rule.pattern for rule in found.rules} == {f"0.{name}_proj" for name in "qkvo"}
+    assert "extra" in found.left["1"]
+
+
+def test_heads_that_tp_cannot_cut_leave_their_block_whole_and_say_what_fits():
+    found = infer(nn.Sequential(Attention()), 3)
+    assert not found.rules
+    assert "4 query heads over 2 kv heads" in found.left["0"]
+
+
+def test_kinds_that_a_forward_entangles_stay_whole_by_name():
+    found = infer(twin("trocr", dtype=torch.float32), 2)
+    assert all("reshapes" in why for name, why in found.left.items() if name.endswith("attn"))
+    assert any(rule.pattern.endswith("fc1") for rule in found.rules)
+
+
+def test_towers_for_images_stay_whole():
+    found = infer(twin("gemma3", dtype=torch.float32), 2)
+    assert not any("vision_tower" in rule.pattern for rule in found.rules)
+    assert any("language_model.layers.0.self_attn.q_proj" in rule.pattern for rule in found.rules)
+
+
+def test_an_unknown_style_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(rules, "plan_of", lambda model: {"layers.*.x": "colwise_of_tomorrow"})
+    with pytest.raises(RefusedError, match="colwise_of_tomorrow"):
+        rules_of(nn.Linear(2, 2), 2)
+
+
+def test_every_style_of_this_transformers_is_known():
+    from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
+
+    assert set(ALL_PARALLEL_STYLES.keys()) <= set(STYLES)
+    assert {role for role in STYLES.values() if role} <= set(ROLES)
+
+
+def test_depth_and_sizes_do_not_change_the_lines_of_a_type():
+    small, large = twin("llama", dtype=torch.float32), twin("llama", dtype=torch.float32, layers=4, heads=8)
+    assert proven.lines_of(small, infer(small, 2)) == proven.lines_of(large, infer(large, 2))
+    other = twin("qwen3", dtype=torch.float32)
+    assert proven.lines_of(small, infer(small, 2)) != proven.lines_of(other, infer(other, 2))

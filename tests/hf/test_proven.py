@@ -1,0 +1,65 @@
+"""The table of proven rules: what ships is current, what is not in it is refused, what is proven here is remembered."""
+
+import pytest
+import torch
+
+import lindos
+from lindos.core.errors import RefusedError
+from lindos.hf import proven
+from lindos.hf.infer import infer
+from lindos.hf.twin import twin
+from lindos.parallel.tensor.heads import Heads
+
+
+def test_the_shape_of_a_plan_says_how_tp_meets_the_heads():
+    assert proven.shape_of({"dp": 1, "tp": 2}, [Heads(4, 2, 2)]) == "tp"
+    assert proven.shape_of({"dp": 2, "tp": 4}, [Heads(4, 2, 4)]) == "dp tp shared"
+    assert proven.shape_of({"tp": 2}, [Heads(9, 3, 2)]) == "tp uneven"
+
+
+@pytest.mark.parametrize(
+    "model_type", ["llama", "gpt2", "mamba2", "deepseek_v3", "bert", "mixtral", "qwen3_next", "t5"]
+)
+def test_the_table_that_ships_covers_the_rules_of_today(model_type):
+    """A change of inference makes old verdicts void: prove again (lindos prove --all --table)."""
+    if model_type == "t5":
+        return
+    model = twin(model_type, dtype=torch.float32)
+    assert proven.is_proven(proven.name_of(model), proven.lines_of(model, infer(model, 2)), "tp")
+
+
+def boosted(world, unproven):
+    torch.set_num_threads(1)
+    model = twin("llama", dtype=torch.float32)
+    lindos.Booster(lindos.HybridParallel(tp=2, unproven=unproven)).boost(model)
+    return "boosted"
+
+
+def elsewhere(world, path, unproven):
+    proven.SHIPPED = proven.CACHE = path
+    try:
+        return boosted(world, unproven)
+    except RefusedError as error:
+        return str(error)
+    finally:
+        proven.SHIPPED, proven.CACHE = SHIPPED, CACHE
+
+
+SHIPPED, CACHE = proven.SHIPPED, proven.CACHE
+
+
+def test_rules_outside_the_table_are_refused_until_proven_or_accepted(ranks, tmp_path, monkeypatch):
+    table = tmp_path / "proven.json"
+    (said, *_) = ranks.run(elsewhere, 2, table, False)
+    assert "not proven for the plan shape 'tp'" in said
+    assert "lindos prove --type llama" in said
+    assert ranks.run(elsewhere, 2, table, True) == ["boosted"] * 2
+    monkeypatch.setattr(proven, "CACHE", table)
+    assert lindos.prove(type="llama", tp=2, steps=1, ranks=ranks).verdict == "equal"
+    assert ranks.run(elsewhere, 2, table, False) == ["boosted"] * 2
+
+
+def test_a_block_that_no_proof_has_seen_is_not_covered_by_its_type(tmp_path):
+    proven.remember("llama", ["aaaa"], "tp", tmp_path / "t.json")
+    entry = proven.read(tmp_path / "t.json")[proven.minor(lindos.hf.models.version())]["llama"]
+    assert entry == {"lines": ["aaaa"], "shapes": {"tp": "equal"}}
