@@ -117,8 +117,21 @@ def version() -> str:
     return transformers.__version__
 
 
-def load_tokenizer(folder: str) -> Any:
+def trusted_model(folder: str) -> nn.Module:
+    """The causal language model of a folder that brings code of its own, in fp32 and whole. That code runs."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
+    except (OSError, ValueError) as error:
+        raise DataError(f"no model can be loaded from {folder!r}: {error}") from None
+
+
+def load_tokenizer(folder: str, trusted: bool = False) -> Any:
     """The tokenizer of a folder.
+
+    Args:
+        trusted: run the code that the folder brings.
 
     Raises:
         DataError: the folder has none.
@@ -126,7 +139,7 @@ def load_tokenizer(folder: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted)
     except (OSError, ValueError) as error:
         raise DataError(f"no tokenizer can be loaded from {folder!r}: {error}") from None
 
