@@ -69,9 +69,9 @@ class Calls:
 
     def sums(self, micro: Mapping[str, Any]) -> tuple[Sums, torch.Tensor | None]:
         """Forward of one micro-batch inside a step: its sum of losses and the accepted auxiliary loss."""
-        inputs = {name: value for name, value in micro.items() if name != "return_dict"}
-        if self.loss.kind != "custom" or "labels" not in self._accepted():
-            inputs.pop("labels", None)
+        inputs = self.loss.inputs(micro)
+        if self.loss.kind == "custom" and "labels" in micro and "labels" in self._accepted():
+            inputs["labels"] = micro["labels"]
         self._inside = True
         try:
             with self.local_logits(self.loss.local_logits):
@@ -140,7 +140,8 @@ class Calls:
     def _no_cache(self) -> dict[str, Any]:
         """Generation's cache is of no use in a loss and costs memory."""
         config = getattr(self.model, "config", None)
-        return {"use_cache": False} if self.loss.kind == "causal" and hasattr(config, "use_cache") else {}
+        generates = self.loss.kind in ("causal", "conditional")
+        return {"use_cache": False} if generates and hasattr(config, "use_cache") else {}
 
 
 class Joined:

@@ -43,7 +43,8 @@ class Loss:
     """How a model's outputs and a batch become a sum and a count.
 
     Attributes:
-        kind: causal, masked, classification, or custom for a function of the user's.
+        kind: causal, masked, classification, conditional (labels are the decoder's targets, not shifted), or custom
+            for a function of the user's.
         router: coefficient of an auxiliary router loss that is accepted as the mean over shares.
     """
 
@@ -54,7 +55,9 @@ class Loss:
         self.kind = "custom" if function is not None else models.kind_of(model)
         self.router = models.router_loss(model)
         self.ids = models.ids_of(model)
-        self.classes = vocabulary if self.kind in ("causal", "masked") else models.classes_of(model)
+        self.classes = vocabulary if self.local_logits else models.classes_of(model)
+        self.decoder_inputs = models.decoder_inputs(model) if self.kind == "conditional" else None
+        self.name = type(model).__name__
         why = None if function is not None else models.other_loss(model)
         if why:
             raise RefusedError(f"{type(model).__name__}: {why}. Give Booster(loss=fn).")
@@ -75,7 +78,7 @@ class Loss:
     @property
     def local_logits(self) -> bool:
         """Whether logits stay cut over the vocabulary on their way into the loss."""
-        return self.kind in ("causal", "masked")
+        return self.kind in ("causal", "masked", "conditional")
 
     def counted(self, batch: Mapping[str, Any]) -> int | None:
         """Valid positions of a batch, before any forward; None where only the user's function can tell.
@@ -87,8 +90,8 @@ class Loss:
             return None
         if self.kind is None:
             raise InputError(
-                "this model's class says no kind of loss (causal, masked, classification). Give Booster(loss=fn), "
-                "with fn(outputs, batch) returning (sum, count)."
+                "this model's class says no kind of loss (causal, masked, classification, conditional). Give "
+                "Booster(loss=fn), with fn(outputs, batch) returning (sum, count)."
             )
         labels = batch.get("labels")
         if not isinstance(labels, torch.Tensor):
@@ -102,7 +105,19 @@ class Loss:
                     f"shifted inside."
                 )
             labels = labels[..., 1:]
+        if self.kind == "conditional" and self.decoder_inputs is None and not _gives_decoder_inputs(batch):
+            raise InputError(
+                f"{self.name} has no method that makes decoder_input_ids from labels: give them in the batch."
+            )
         return int((labels != IGNORED).sum())
+
+    def inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """What the model is called with for this loss: no labels, but what it would have made of them."""
+        given = {name: value for name, value in batch.items() if name not in ("labels", "return_dict")}
+        if self.kind == "conditional" and not _gives_decoder_inputs(batch):
+            assert self.decoder_inputs is not None
+            given["decoder_input_ids"] = self.decoder_inputs(batch["labels"])
+        return given
 
     def _check_ranges(self, labels: torch.Tensor, ids: Any) -> None:
         """A label or an id outside the vocabulary would count as a token of no rank: a wrong number, not an error."""
@@ -159,6 +174,10 @@ class Loss:
         if made[0].dim():
             raise InputError(f"loss=fn returns a sum, a tensor without dims; got shape {list(made[0].shape)}.")
         return Sums(made[0], made[1], dict(made[2]) if len(made) == 3 else {})
+
+
+def _gives_decoder_inputs(batch: Mapping[str, Any]) -> bool:
+    return any(batch.get(name) is not None for name in ("decoder_input_ids", "decoder_inputs_embeds"))
 
 
 def _fitted(labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:

@@ -16,8 +16,10 @@ COMMANDS = {
     "run": "start a script of your own on several ranks",
     "data": "turn text into token shards",
     "export": "turn a checkpoint into a Hugging Face folder",
+    "check": "what this machine can do, and what will not work on it",
+    "generate": "continue a text with a model folder or a checkpoint",
 }
-LATER = ("generate", "check", "finetune", "inspect", "convert", "plan", "fleet")
+LATER = ("finetune", "inspect", "convert", "plan", "fleet")
 EXIT_DONE, EXIT_RANK = 0, 5
 
 USAGE = (

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,11 @@ KINDS = {
     "masked": ("ForMaskedLM",),
     "classification": ("ForSequenceClassification", "ForImageClassification", "ForTokenClassification"),
 }
+# Mappings of transformers whose classes are of a kind whatever their names end with.
+LISTED = {
+    "causal": ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES"),
+    "conditional": ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES"),
+}
 
 
 def is_transformers(model: nn.Module) -> bool:
@@ -27,21 +33,36 @@ def is_transformers(model: nn.Module) -> bool:
 
 
 def kind_of(model: nn.Module) -> str | None:
-    """causal, masked or classification by the class's name, else None."""
+    """causal, masked, classification or conditional (an encoder and a decoder) by the class's name, else None."""
     if not is_transformers(model):
         return None
     name = type(model).__name__
     kind = next((kind for kind, endings in KINDS.items() if name.endswith(endings)), None)
-    return "causal" if kind is None and _generates(model, name) else kind
+    return kind or next((kind for kind in LISTED if name in _listed(kind) and _has_parts_of(model, kind)), None)
 
 
-def _generates(model: nn.Module, name: str) -> bool:
-    """A decoder by another name: what transformers lists as causal, and wrappers of images or sound around one."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+@functools.cache
+def _listed(kind: str) -> frozenset[str]:
+    from transformers.models.auto import modeling_auto
 
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        return False
-    return name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or name.endswith("ForConditionalGeneration")
+    return frozenset(name for mapping in LISTED[kind] for name in getattr(modeling_auto, mapping).values())
+
+
+def _has_parts_of(model: nn.Module, kind: str) -> bool:
+    """Speech models that only decode stand among the conditional ones too."""
+    return bool(getattr(model.config, "is_encoder_decoder", False)) == (kind == "conditional")
+
+
+def decoder_inputs(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """How a conditional model makes decoder_input_ids from labels: its own method, or its module's function."""
+    own = getattr(model, "prepare_decoder_input_ids_from_labels", None) or getattr(model, "_shift_right", None)
+    if own is not None:
+        return own
+    shift = getattr(sys.modules[type(model).__module__], "shift_tokens_right", None)
+    if shift is None:
+        return None
+    config = model.config
+    return lambda labels: shift(labels, config.pad_token_id, config.decoder_start_token_id)
 
 
 def config_of(path_or_type: str, **overrides: Any) -> Any:
@@ -103,8 +124,21 @@ def version() -> str:
     return transformers.__version__
 
 
-def load_tokenizer(folder: str) -> Any:
+def trusted_model(folder: str) -> nn.Module:
+    """The causal language model of a folder that brings code of its own, in fp32 and whole. That code runs."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
+    except (OSError, ValueError) as error:
+        raise DataError(f"no model can be loaded from {folder!r}: {error}") from None
+
+
+def load_tokenizer(folder: str, trusted: bool = False) -> Any:
     """The tokenizer of a folder.
+
+    Args:
+        trusted: run the code that the folder brings.
 
     Raises:
         DataError: the folder has none.
@@ -112,26 +146,37 @@ def load_tokenizer(folder: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted)
     except (OSError, ValueError) as error:
         raise DataError(f"no tokenizer can be loaded from {folder!r}: {error}") from None
 
 
-def vocabulary_of(model: nn.Module) -> int | None:
-    """Rows of the output head, where the model has one."""
+def head_of(model: nn.Module) -> torch.Tensor | None:
+    """The weight of the output head, where the model has one."""
     get = getattr(model, "get_output_embeddings", None)
-    head = get() if get else None
-    return None if head is None or not hasattr(head, "weight") else head.weight.shape[0]
+    return getattr(get() if get else None, "weight", None)
 
 
-def ids_of(model: nn.Module) -> int | None:
-    """Rows of the input embedding, where the model has one."""
+def table_of(model: nn.Module) -> torch.Tensor | None:
+    """The weight of the input embedding, where the model has one."""
     get = getattr(model, "get_input_embeddings", None)
     try:
         table = get() if get else None
     except NotImplementedError:
         return None
-    return table.weight.shape[0] if isinstance(table, nn.Embedding) else None
+    return table.weight if isinstance(table, nn.Embedding) else None
+
+
+def vocabulary_of(model: nn.Module) -> int | None:
+    """Rows of the output head, where the model has one."""
+    head = head_of(model)
+    return None if head is None else head.shape[0]
+
+
+def ids_of(model: nn.Module) -> int | None:
+    """Rows of the input embedding, where the model has one."""
+    table = table_of(model)
+    return None if table is None else table.shape[0]
 
 
 def classes_of(model: nn.Module) -> int | None:
@@ -139,13 +184,20 @@ def classes_of(model: nn.Module) -> int | None:
     return getattr(getattr(model, "config", None), "num_labels", None) if kind_of(model) == "classification" else None
 
 
-UNSHIFTED = ("XLNetLMHeadModel", "CpmAntForCausalLM")  # causal by name, but their labels are not shifted
+# Causal by name, but their own loss compares a position with its own label: the user shifts the labels.
+UNSHIFTED = (
+    "BartForCausalLM", "BlenderbotForCausalLM", "BlenderbotSmallForCausalLM", "CpmAntForCausalLM", "MBartForCausalLM",
+    "MarianForCausalLM", "MvpForCausalLM", "PLBartForCausalLM", "PegasusForCausalLM", "TrOCRForCausalLM",
+    "WhisperForCausalLM", "XLMWithLMHeadModel", "XLNetLMHeadModel",
+)  # fmt: skip
 
 
 def other_loss(model: nn.Module) -> str | None:
     """Why a model's own loss is another one than its kind says, or None."""
     if type(model).__name__ in UNSHIFTED:
         return "its labels are not shifted as in other causal models"
+    if type(model).__name__.startswith(("ProphetNet", "XLMProphetNet")):
+        return "it predicts several tokens at each position and sums over them"
     if kind_of(model) == "classification":
         config = model.config
         problem = getattr(config, "problem_type", None)

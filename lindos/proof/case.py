@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from lindos.booster.plugins import DDP, Gemini, HybridParallel, LowLevelZero, Plugin
-from lindos.core.errors import InputError, nearest
+from lindos.core.errors import InputError, RefusedError, nearest
 from lindos.hf import models
-from lindos.hf.twin import batch, twin, twin_config
+from lindos.hf.kinds import CLASSES_OF, kind_of_type
+from lindos.hf.twin import batch, check_tied, twin, twin_config
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
@@ -34,6 +35,7 @@ class Case:
     Attributes:
         model_type: a transformers type; its twin is proven.
         folder: a model folder whose configuration's twin is proven instead.
+        kind: what the model is for (lindos.hf.kinds); empty means the type's natural kind.
         plugin: the plan.
         dp: data-parallel size; the world is dp x tp x pp x sp.
         overrides: generic words for the twin: heads, kv_heads, vocabulary, tied, layers, hidden, ...
@@ -43,6 +45,7 @@ class Case:
 
     model_type: str = ""
     folder: str = ""
+    kind: str = ""
     plugin: Plugin = field(default_factory=DDP)
     dp: int = 1
     overrides: tuple[tuple[str, Any], ...] = ()
@@ -59,20 +62,37 @@ class Case:
         """The twin; of one seed, so that every side starts from the same weights. fp64 twins hold fp32 values."""
         source = models.config_of(self.folder) if self.folder else self.model_type
         if self.folder or self.overrides:
-            source = twin_config(source, **dict(self.overrides))
-        return twin(source, seed=1, dtype=torch.float32).to(dtype)
+            source = twin_config(source, self.kind_meant, **dict(self.overrides))
+        model = twin(source, seed=1, dtype=torch.float32, kind=self.kind_meant)
+        if "tied" in dict(self.overrides):
+            check_tied(model, dict(self.overrides)["tied"])
+        found, meant = models.kind_of(model), self.kind_meant
+        if found != ("classification" if meant in CLASSES_OF else meant):
+            raise RefusedError(
+                f"{type(model).__name__} of transformers is no {meant} model: its loss is of kind {found}."
+            )
+        return model.to(dtype)
 
-    def share(self, config: Any, step: int, dp: int) -> dict[str, torch.Tensor]:
-        """The batch of one dp rank: its own rows, length, label counts and padding, on the left in every second row."""
-        rows = max(3 + dp, self.micro_batches)
-        made = batch(config, rows, 11 + 2 * dp, seed=100 * step + dp)
-        mask = made["attention_mask"]
-        for row in range(1, rows, 2):
-            padding = int((mask[row] == 0).sum())
+    @property
+    def kind_meant(self) -> str:
+        """The kind that is given, or the natural one of the type."""
+        return kind_of_type(self.model_type or models.config_of(self.folder).model_type, self.kind or None)
+
+    def share(self, config: Any, step: int, dp: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+        """The batch of one dp rank: its own rows, length, label counts and padding, on the left in every second row.
+
+        Args:
+            dtype: of pixels and other inputs that are no ids; their values are fp32's.
+        """
+        rows, kind = max(3 + dp, self.micro_batches), self.kind_meant
+        made = batch(config, rows, 11 + 2 * dp, seed=100 * step + dp, kind=kind)
+        for row in range(1, rows, 2) if kind in ("causal", "masked", "token") else ():
+            padding = int((made["attention_mask"][row] == 0).sum())
             for value in made.values():
                 value[row] = value[row].roll(padding)
-            made["labels"][row, : padding + 1] = -100
-        return made
+            if kind == "causal":
+                made["labels"][row, : padding + 1] = -100
+        return {name: value.to(dtype) if value.is_floating_point() else value for name, value in made.items()}
 
 
 def schedule(optimizer: torch.optim.Optimizer) -> Any:

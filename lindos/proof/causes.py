@@ -53,13 +53,15 @@ def _named(name: str) -> str:
 
 
 def _counts_position_0(case: Case, mine: Trace, step: int) -> bool:
+    if case.kind_meant != "causal":
+        return False
     model = case.model(torch.float32)
     labels = [case.share(model.config, step, dp)["labels"] for dp in range(case.dp)]
     return mine.counts[step] == sum(int((share != -100).sum()) for share in labels)
 
 
 def _cause_of_loss(case: Case, loss: float, first: Difference) -> str:
-    if first.step == 0:
+    if first.step == 0 and case.kind_meant == "causal":
         for name, options in (
             ("mask dropped", {"mask": False}),
             ("shift after the cut", {"halves": True}),
@@ -150,7 +152,7 @@ def _tied(case: Case) -> set[str]:
 
 def _clipped_locally(case: Case, mine: dict[str, torch.Tensor], step: int) -> bool:
     """Whether the mean of gradients that each dp rank has clipped by itself gives what was found."""
-    if step > 0:
+    if step > 0 or case.kind_meant != "causal":
         return False
     model = case.model(torch.float64)
     shares = [case.share(model.config, 0, dp) for dp in range(case.dp)]

@@ -27,6 +27,7 @@ def prove(
     type: str | None = None,
     *,
     model: str | None = None,
+    kind: str | None = None,
     dp: int = 1,
     plugin: str | None = None,
     ranks: Ranks | None = None,
@@ -41,6 +42,7 @@ def prove(
     Args:
         type: a transformers type; its default configuration, scaled down, keeps its pattern.
         model: a model folder, whose configuration is scaled down instead.
+        kind: causal, conditional, masked, image, sequence or token; default the first of them that the type has.
         dp: data-parallel size.
         plugin: ddp, hybrid, zero1, zero2, gemini_auto or gemini_static; default by the axes.
         ranks: a pool to run on; default the process's own.
@@ -59,7 +61,7 @@ def prove(
     overrides = tuple(sorted((options.pop("twin", None) or {}).items()))
     axes = {k: v for k, v in options.items() if not (k == "rules" and v is None)}
     plan = plugin_of(plugin, axes)
-    case = Case(type or "", model or "", plan, dp, overrides, **made)
+    case = Case(type or "", model or "", kind or "", plan, dp, overrides, **made)
     report = Report(case)
     started = time.monotonic()
     try:

@@ -48,11 +48,13 @@ def reference(
     max_norm: float | None = None,
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
     precise: bool = True,
+    kind: str = "causal",
 ) -> Trace:
     """Trains `model` in place for one step per batch and records everything.
 
     A batch is what all ranks see together: one dict, or a list of shares that may differ in rows and length. The loss
-    is the sum of the cross entropies of every valid position of every share, divided by their number.
+    is the sum of the cross entropies of every valid position of every share, divided by their number. A model with an
+    encoder and a decoder is called with its labels, so that it makes the decoder's inputs of them itself.
 
     Args:
         model: A plain model; its mode (training or not) stays.
@@ -61,11 +63,12 @@ def reference(
         max_norm: Clips the whole gradient to this norm.
         scheduler: Makes the scheduler from the optimizer; it steps after every step.
         precise: Runs an fp64 model under `Double`.
+        kind: "causal" compares a position with the next token; every other kind with its own label.
 
     Raises:
         InputError: A step has no valid position.
         NumbersError: A loss is not finite, so there is nothing to compare with.
-        RefusedError: The logits are not [rows, length, vocabulary].
+        RefusedError: The logits do not fit the labels.
     """
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     parameters = list(named.values())
@@ -75,14 +78,14 @@ def reference(
     trace = Trace()
     for step, batch in enumerate(batches):
         shares = [batch] if isinstance(batch, dict) else list(batch)
-        count = sum(_valid(share) for share in shares)
+        count = sum(_valid(share, kind) for share in shares)
         if count == 0:
             raise InputError(
                 f"step {step} must have a position with a label, all shifted labels are {IGNORED}. Add rows"
             )
         stepper.zero_grad(set_to_none=True)
         with Double() if double else nullcontext():
-            trace.losses.append(sum(_backward(model, share, count) for share in shares))
+            trace.losses.append(sum(_backward(model, share, count, kind) for share in shares))
         if not math.isfinite(trace.losses[-1]):
             raise NumbersError(
                 f"the reference's loss at step {step} must be finite, got {trace.losses[-1]}. Lower the rate"
@@ -107,40 +110,45 @@ def _fill_with_zeros(parameters: list[nn.Parameter]) -> None:
             parameter.grad = torch.zeros_like(parameter)
 
 
-def _valid(share: Share) -> int:
-    """Positions of a share that count: those whose next token has a label."""
-    return int((share["labels"][:, 1:] != IGNORED).sum())
+def _valid(share: Share, kind: str) -> int:
+    """Positions of a share that count: those with a label, of the next token where the kind is causal."""
+    labels = share["labels"][:, 1:] if kind == "causal" else share["labels"]
+    return int((labels != IGNORED).sum())
 
 
-def _backward(model: nn.Module, share: Share, count: int) -> float:
+def _backward(model: nn.Module, share: Share, count: int, kind: str) -> float:
     """Adds the share's part of the gradient and returns its part of the loss."""
-    loss = _sum_of_losses(_logits(model, share), share["labels"]) / count
+    loss = _sum_of_losses(_logits(model, share, kind), share["labels"], kind) / count
     loss.backward()
     return loss.item()
 
 
-def _logits(model: nn.Module, share: Share) -> Tensor:
-    inputs = {name: value for name, value in share.items() if name != "labels"}
+def _logits(model: nn.Module, share: Share, kind: str) -> Tensor:
+    inputs = {name: value for name, value in share.items() if name != "labels" or kind == "conditional"}
     accepted = inspect.signature(model.forward).parameters
-    if "use_cache" in accepted or any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
+    if kind in ("causal", "conditional") and (
+        "use_cache" in accepted or any(p.kind is p.VAR_KEYWORD for p in accepted.values())
+    ):
         inputs["use_cache"] = False
     out = model(**inputs)
     logits = out if isinstance(out, Tensor) else getattr(out, "logits", None)
     expected = tuple(share["labels"].shape)
-    if not isinstance(logits, Tensor) or logits.dim() != 3 or tuple(logits.shape[:2]) != expected:
+    if not isinstance(logits, Tensor) or tuple(logits.shape[:-1]) != expected:
         given = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         raise RefusedError(
-            f"the reference needs logits of shape [rows, length, vocabulary] with rows, length = {expected}, "
-            f"{type(model).__name__} gave {given}. Only causal language models are compared so far"
+            f"the reference needs logits of the labels' shape {expected} and one dim more (of causal models: [rows, "
+            f"length, vocabulary]), {type(model).__name__} gave {given}. Only such models are compared so far"
         )
     return logits
 
 
-def _sum_of_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Sum of the cross entropies of each position with the next token, in fp32 or better."""
-    predicted = logits[:, :-1].to(torch.promote_types(logits.dtype, torch.float32))
+def _sum_of_losses(logits: Tensor, labels: Tensor, kind: str) -> Tensor:
+    """Sum of the cross entropies of each position with its label or the next token, in fp32 or better."""
+    if kind == "causal":
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    predicted = logits.to(torch.promote_types(logits.dtype, torch.float32))
     flat = predicted.reshape(-1, predicted.shape[-1])
-    return F.cross_entropy(flat, labels[:, 1:].reshape(-1), ignore_index=IGNORED, reduction="sum")
+    return F.cross_entropy(flat, labels.reshape(-1), ignore_index=IGNORED, reduction="sum")
 
 
 def _norm(parameters: list[nn.Parameter], max_norm: float | None) -> float:

@@ -14,6 +14,7 @@ import torch
 from lindos.booster.booster import Booster
 from lindos.booster.compose import checksum
 from lindos.comm.world import Flight, World
+from lindos.core.errors import LindosError, RefusedError
 from lindos.hf import models
 from lindos.memory.chunk import Chunk
 from lindos.proof.case import OPTIMIZERS, Case, schedule
@@ -34,6 +35,7 @@ def on_ranks(world: World, case: Case, optimizer: str, dtype: torch.dtype) -> Si
     """Job of one rank: train the twin under the plan; every rank returns, rank 0's trace is read."""
     torch.set_num_threads(1)
     model = case.model(dtype)
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     made = OPTIMIZERS[optimizer](model.parameters())
     rates = schedule(made)
     loss = next_token if models.other_loss(model) else None  # the reference's own, where the model has another
@@ -42,7 +44,6 @@ def on_ranks(world: World, case: Case, optimizer: str, dtype: torch.dtype) -> Si
     booster = Booster(plugin, loss=loss, **options)
     model, made, _, rates = booster.boost(model, made, scheduler=rates)
     names = [name for name, _ in model.named_parameters()]
-    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     trace, drifted = Trace(), []
 
     def observe() -> None:
@@ -53,7 +54,7 @@ def on_ranks(world: World, case: Case, optimizer: str, dtype: torch.dtype) -> Si
     dp = booster.mesh.coordinate("dp")
     with _doubled(dtype, booster), plant(case.fault, booster):
         for step in range(case.steps):
-            result = booster.step(case.share(config, step, dp))
+            result = booster.step(case.share(config, step, dp, dtype))
             trace.losses.append(result.loss)
             trace.grad_norms.append(result.grad_norm)
             trace.counts.append(result.count)
@@ -114,10 +115,24 @@ def _drifted(booster: Booster, names: list[str]) -> list[str]:
 
 
 def in_one_process(case: Case, optimizer: str, dtype: torch.dtype) -> Trace:
-    """The reference on all ranks' shares joined."""
+    """The reference on all ranks' shares joined.
+
+    Raises:
+        RefusedError: the plain model itself fails on such batches.
+    """
     model = case.model(dtype)
-    shares = [[case.share(model.config, step, dp) for dp in range(case.dp)] for step in range(case.steps)]
-    return reference(model, shares, OPTIMIZERS[optimizer], max_norm=case.max_norm, scheduler=schedule)
+    shares = [[case.share(model.config, step, dp, dtype) for dp in range(case.dp)] for step in range(case.steps)]
+    options = {"max_norm": case.max_norm, "scheduler": schedule, "kind": case.kind_meant}
+    try:
+        return reference(model, shares, OPTIMIZERS[optimizer], **options)
+    except LindosError:
+        raise
+    except Exception as error:
+        text = " ".join(str(error).split())[:200]
+        raise RefusedError(
+            f"{type(model).__name__} fails in one process already, on a plain batch of its kind: "
+            f"{type(error).__name__}: {text}"
+        ) from error
 
 
 def numbers(trace: Trace) -> dict[str, Any]:

@@ -20,8 +20,9 @@ def _run(capsys, *words):
     ("words", "code", "part"),
     [
         ("pretrian", 2, "did you mean 'pretrain'"),
-        ("generate", 3, "lindos generate is not served yet"),
-        ("check", 3, "not served yet"),
+        ("inspect", 3, "lindos inspect is not served yet"),
+        ("check --nproc 0", 2, "--nproc must be a whole number"),
+        ("check --nprocs 2", 2, "did you mean '--nproc'"),
         ("finetune --x", 3, "not served yet"),
         ("pretrain --nproc 0", 2, "--nproc must be a whole number"),
         ("pretrain --nproc", 2, "--nproc needs a value"),
