@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -80,6 +81,7 @@ def compose(
         # 3. each axis writes its columns
         mesh = tensor.contribute(ledger, mesh) if tensor else mesh
         if tensor:
+            _refuse_kernels(tensor, world.device)
             _check_rules(model, plugin, mesh, tensor, ledger, "whole" in allow)
         mesh = data.contribute(ledger, mesh)
         folder = _folder(model, ledger)
@@ -163,7 +165,7 @@ def _check_rules(model: nn.Module, plugin: Plugin, mesh: Mesh, tensor: Tensor, l
     """
     if plugin.rules is None and not plugin.unproven:
         shape = proven.shape_of({axis.name: axis.size for axis in mesh.base}, tensor.heads.values())
-        proven.check(model, tensor.rules, shape)
+        proven.check(model, tensor.rules, shape, plugin.tp)
     left, inner = tensor.left_bytes(ledger), tensor.inner_bytes(ledger)
     if sum(left.values()) > LARGEST_WHOLE * inner and not whole:
         names = ", ".join(f"{name} ({text_of_bytes(size)})" for name, size in list(left.items())[:4])
@@ -171,6 +173,23 @@ def _check_rules(model: nn.Module, plugin: Plugin, mesh: Mesh, tensor: Tensor, l
             f"tp={plugin.tp} would leave {sum(left.values()) / inner:.0%} of the model's inner parameters whole on "
             f"every rank, more than {LARGEST_WHOLE:.0%}: {names}. Write rules (docs/rules.md), use other axes, or "
             'accept it with Booster(allow=("whole",)).'
+        )
+
+
+KERNELS = ("mamba_ssm", "causal_conv1d", "fla", "kernels")  # packages whose fused mixers read weights by themselves
+
+
+def _refuse_kernels(tensor: Tensor, device: torch.device) -> None:
+    """
+    Raises:
+        RefusedError: a mixer would run as one fused kernel, whose output nobody sums over tp.
+    """
+    fused = {"convolution", "group_norm", "whole_output"} & {rule.role for rule in tensor.resolved.values()}
+    found = [name for name in KERNELS if importlib.util.find_spec(name)] if fused and device.type != "cpu" else []
+    if found:
+        raise RefusedError(
+            f"{', '.join(found)} would run this model's mixers as fused kernels that read their weights by themselves, "
+            "past the sums over tp. Uninstall it, or use tp=1."
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lindos.core.errors import DataError, InputError, nearest
+from lindos.core.errors import DataError, InputError, LindosError, RefusedError, nearest
 
 KINDS = {
     "causal": ("ForCausalLM", "LMHeadModel"),
@@ -78,7 +79,12 @@ def config_of(path_or_type: str, **overrides: Any) -> Any:
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise DataError(f"a model folder holds config.json; {path_or_type!r} does not.")
-        config = AutoConfig.from_pretrained(path_or_type)
+        _refuse_remote_code(folder)
+        try:
+            config = AutoConfig.from_pretrained(path_or_type)
+        except Exception as error:  # a type that this transformers does not know, or numbers that contradict each other
+            raise InputError(f"{folder / 'config.json'} is no configuration that transformers {version()} takes: "
+                             f"{_line(error)}") from error  # fmt: skip
         make = functools.partial(AutoConfig.from_pretrained, path_or_type)
     elif path_or_type in CONFIG_MAPPING:
         make = CONFIG_MAPPING[path_or_type]
@@ -97,10 +103,47 @@ def config_of(path_or_type: str, **overrides: Any) -> Any:
 
 
 def model_of(config: Any) -> nn.Module:
-    """A causal language model from its configuration, freshly initialised (or on meta under `lindos.lazy()`)."""
-    from transformers import AutoModelForCausalLM
+    """A model from its configuration, freshly initialised (or on meta under `lindos.lazy()`).
 
-    return AutoModelForCausalLM.from_config(config)
+    The class is the one that the configuration names (`architectures`), else the type's causal one, else its natural.
+
+    Raises:
+        InputError: transformers cannot build it.
+    """
+    import transformers
+
+    from lindos.hf import kinds
+
+    named = next(iter(getattr(config, "architectures", None) or ()), "")
+    cls = getattr(transformers, named, None)
+    try:
+        if cls is not None and issubclass(cls, transformers.PreTrainedModel):
+            return cls._from_config(config)
+        return kinds.class_for(config.model_type, kinds.kind_of_type(config.model_type)).from_config(config)
+    except LindosError:
+        raise
+    except Exception as error:
+        raise InputError(f"{type(config).__name__} cannot be built: {_line(error)}") from error
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def _refuse_remote_code(folder: Path) -> None:
+    """
+    Raises:
+        RefusedError: the folder names code of its own, which transformers would ask about, or run.
+    """
+    try:
+        fields = json.loads((folder / "config.json").read_text("utf-8"))
+    except ValueError as error:
+        raise DataError(f"{folder / 'config.json'} is no JSON: {error}.") from error
+    if "auto_map" in fields:
+        raise RefusedError(
+            f"{folder / 'config.json'} names code of its own (auto_map), which lindos does not run: no plan of it is "
+            "proven. Use a type that transformers has, or build the model yourself and give it to Booster with rules."
+        )
 
 
 def output_of(loss: torch.Tensor) -> Any:

@@ -74,6 +74,15 @@ def shape_of(axes: dict[str, int], heads: Iterable[Any]) -> str:
     return " ".join(found)
 
 
+def twin_sizes(shape: str, tp: int) -> list[dict[str, int]]:
+    """Sizes of a twin that gives a plan this shape, the likeliest first; for types without kv heads the second."""
+    if "uneven" in shape:
+        return [{"heads": 2 * (tp + 1), "kv_heads": tp + 1}, {"heads": tp + 1}]
+    if "shared" in shape:
+        return [{"heads": 2 * tp, "kv_heads": max(1, tp // 2)}]
+    return [{"heads": 2 * tp, "kv_heads": tp}, {"heads": 2 * tp}] if tp > 2 else [{}]
+
+
 @functools.lru_cache(maxsize=4)
 def _read(path: Path, stamp: int) -> dict[str, Any]:
     try:
@@ -100,7 +109,7 @@ def is_proven(name: str, lines: frozenset[str], shape: str, version: str | None 
     return False
 
 
-def check(model: nn.Module, rules: Rules, shape: str) -> None:
+def check(model: nn.Module, rules: Rules, shape: str, tp: int) -> None:
     """Refuse inferred rules that nobody has proven.
 
     Raises:
@@ -109,11 +118,12 @@ def check(model: nn.Module, rules: Rules, shape: str) -> None:
     name = name_of(model)
     if not shape or is_proven(name, lines_of(model, rules), shape):
         return
-    how = f"lindos prove --type {name}"
+    sizes = ",".join(f"{word}={size}" for word, size in twin_sizes(shape, tp)[0].items())
+    how = f"lindos prove --type {name} --tp {tp}{' --dp 2' * ('dp' in shape)}{f' --twin {sizes}' * bool(sizes)}"
     raise RefusedError(
         f"the rules of {name} ({type(model).__name__}) were inferred and are not proven for the plan shape {shape!r} "
-        f"with transformers {minor(models.version())}. Prove them here, in seconds ({how} or --model DIR, with the "
-        "same axes): the result is remembered. Or write rules (docs/rules.md), or accept them with unproven=True."
+        f"with transformers {minor(models.version())}. Prove them here, in seconds ({how}, or --model DIR in place "
+        "of the type): the result is remembered. Or write rules (docs/rules.md), or accept them with unproven=True."
     )
 
 

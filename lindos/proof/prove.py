@@ -10,8 +10,9 @@ import torch
 from lindos.booster.plugins import Plugin
 from lindos.comm.ranks import Ranks, pool
 from lindos.core.errors import InputError, LayoutError, RefusedError, RulesError
-from lindos.hf import proven
+from lindos.hf import models, proven
 from lindos.hf.rules import rules_of
+from lindos.hf.twin import twin_config
 from lindos.parallel.tensor.kind import Tensor
 from lindos.proof import compare
 from lindos.proof.case import OPTIMIZERS, Case, plugin_of
@@ -61,6 +62,8 @@ def prove(
     overrides = tuple(sorted((options.pop("twin", None) or {}).items()))
     axes = {k: v for k, v in options.items() if not (k == "rules" and v is None)}
     plan = plugin_of(plugin, axes)
+    if model and not overrides and plan.tp > 1 and plan.rules is None:
+        overrides = _sizes_like(model, plan, dp)
     case = Case(type or "", model or "", kind or "", plan, dp, overrides, **made)
     report = Report(case)
     started = time.monotonic()
@@ -73,6 +76,24 @@ def prove(
     if report.verdict == "equal" and plan.rules is None and not case.fault:
         _remember(case)
     return report
+
+
+def _sizes_like(folder: str, plan: Plugin, dp: int) -> tuple[tuple[str, Any], ...]:
+    """Sizes of a twin whose heads meet tp as the real model's do: evenly, unevenly, or shared by neighbours."""
+    config = models.config_of(folder)
+    with torch.device("meta"):
+        real = models.model_of(config)
+    try:
+        _, shape = rules_and_shape(real, plan, dp)
+    except (RefusedError, LayoutError):
+        return ()
+    for sizes in proven.twin_sizes(shape, plan.tp):
+        try:
+            twin_config(config, **sizes)
+            return tuple(sorted(sizes.items()))
+        except InputError:
+            continue
+    return ()
 
 
 def _remember(case: Case) -> None:
