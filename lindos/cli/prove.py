@@ -18,8 +18,10 @@ def main(arguments: Sequence[str]) -> int:
     given = _parser().read(arguments)
     if sum((given.type is not None, given.model is not None, given.all)) != 1:
         raise InputError("lindos prove needs one of --type T, --model DIR and --all.")
-    if given.table and not given.all:
-        raise InputError("--table is written by lindos prove --all; a single proof is remembered by itself.")
+    if (given.table or given.page) and not given.all:
+        raise InputError(
+            "--table and --page are written by lindos prove --all; a single proof is remembered by itself."
+        )
     axes = {name: getattr(given, name) for name in ("tp", "pp", "sp", "zero", "rules", "recompute", "kind")}
     options = {
         "dp": given.dp,
@@ -47,11 +49,14 @@ def _every(given: Any, options: dict[str, Any]) -> int:
     """0 if no type differs; those that are refused say why."""
     import json
 
+    from lindos.hf import proven
     from lindos.proof import every
 
     table = Path(given.table) if given.table else None
     lines = every.prove_all(given.only.split(",") if given.only else None, table=table, **options)
     print(every.summary(lines))
+    if given.page:
+        _write(Path(given.page), every.page(table or proven.SHIPPED))
     if given.json:
         _write(Path(given.json), json.dumps([line.facts() for line in lines], indent=1))
     return EXIT_CODES["differs"] if any(line.verdict == "differs" for line in lines) else EXIT_CODES["equal"]
@@ -79,6 +84,7 @@ def _parser() -> Parser:
     parser.add_argument("--all", action="store_true", help="every causal type, one by one")
     parser.add_argument("--only", help="with --all: these types, separated by commas")
     parser.add_argument("--table", help="with --all: JSON table that verdicts are added to")
+    parser.add_argument("--page", help="with --all: write the table as a page of text")
     parser.add_argument("--kind", help="kind of model: causal, masked, classification, ... (the type's own)")
     parser.add_argument("--twin", help="sizes of the twin: heads=6,kv_heads=3,vocabulary=131,tied=true")
     for axis, of in (("dp", "data"), ("tp", "tensor"), ("pp", "pipeline"), ("sp", "sequence")):

@@ -53,7 +53,7 @@ class Line:
 def prove_all(
     types: Iterable[str] | None = None,
     ranks: Ranks | None = None,
-    show: Callable[[str], Any] = print,
+    show: Callable[[str], Any] | None = None,
     table: Path | None = None,
     **options: Any,
 ) -> list[Line]:
@@ -62,7 +62,7 @@ def prove_all(
     Args:
         types: of transformers; default all causal ones.
         ranks: the pool that they run on.
-        show: takes a line of text for each type as it is done.
+        show: takes a line of text for each type as it is done; default prints it.
         table: JSON file that verdicts are added to (`hf/proven.json` is the one that ships).
         **options: of `prove`: tp, dp, steps, micro_batches, twin, ...
     """
@@ -74,10 +74,14 @@ def prove_all(
         line = _line(name, pool_of_ranks, options)
         line.seconds = time.monotonic() - started
         lines.append(line)
-        show(f"{number:3}/{len(wanted)} {line.text()}")
+        (show or _say)(f"{number:3}/{len(wanted)} {line.text()}")
         if table is not None:
             _record(table, line)
     return lines
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
 
 
 def _line(model_type: str, ranks: Ranks, options: dict[str, Any]) -> Line:
@@ -128,6 +132,37 @@ def _record(table: Path, line: Line) -> None:
         entry["cut"] = round(line.cut, 3)
     of_minor[line.type] = entry
     proven.write(table, found)
+
+
+def page(table: Path) -> str:
+    """The table as a page of the docs: a line a type, a column a plan shape."""
+    found = proven.read(table)
+    shapes = sorted(
+        {s for types in found.values() for entry in types.values() for s in entry.get("shapes", {})}, key=len
+    )
+    lines = [
+        "# What is proven",
+        "",
+        "Written by `lindos prove --all --table lindos/hf/proven.json --page docs/proven.md`. A cell lists the minors",
+        "of transformers with which a small model of the type's default pattern trains under the plan shape exactly as",
+        "in one process ([proof.md](proof.md)). `tp`: heads cut evenly; `tp shared`: fewer kv heads than ranks;",
+        "`tp uneven`: heads that do not divide; `dp tp`: both axes. *cut* is the share of the default configuration's",
+        "parameters, tables and vocabulary left out, of which every rank holds a part only.",
+        "",
+        "| type | " + " | ".join(shapes) + " | cut | not equal, because |",
+        "| --- |" + " --- |" * (len(shapes) + 2),
+    ]
+    for name in sorted({name for types in found.values() for name in types}):
+        entries = {version: types[name] for version, types in sorted(found.items()) if name in types}
+        cells = [
+            ", ".join(v for v, entry in entries.items() if entry.get("shapes", {}).get(shape) == "equal")
+            for shape in shapes
+        ]
+        cut = max((entry.get("cut", 0.0) for entry in entries.values()), default=0.0)
+        reasons = {entry["reason"] for entry in entries.values() if entry.get("reason")}
+        reason = next(iter(sorted(reasons)), "").replace("|", "/")[:160]
+        lines.append(f"| {name} | " + " | ".join(cells) + f" | {f'{cut:.0%}' if cut else ''} | {reason} |")
+    return "\n".join(lines) + "\n"
 
 
 def summary(lines: list[Line]) -> str:

@@ -34,6 +34,7 @@ class Side:
 def on_ranks(world: World, case: Case, optimizer: str, dtype: torch.dtype) -> Side:
     """Job of one rank: train the twin under the plan; every rank returns, rank 0's trace is read."""
     torch.set_num_threads(1)
+    models.quiet()
     model = case.model(dtype)
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     made = OPTIMIZERS[optimizer](model.parameters())
