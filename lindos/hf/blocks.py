@@ -56,7 +56,7 @@ COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_attn_hea
 KV_COUNTS = ("num_key_value_heads", "num_kv_heads", "kv_heads")
 GATES = ("gate_proj", "g_proj", "output_gate")
 # Fed by whole inputs and read by indices or after the sum: they stay whole inside a cut attention.
-STAY = ("indexer", "rotary_emb", "rotary", "rotary_fn", "embed_positions", "dense_bias")
+STAY = ("indexer", "rotary_emb", "rotary", "rotary_fn", "embed_positions", "dense_bias", "LayerNorm")
 Q_NORM = re.compile(r"(q|query|qk)_?(layer)?_?(norm|ln)")
 K_NORM = re.compile(r"(k|key)_?(layer)?_?(norm|ln)")
 V_NORM = re.compile(r"(v|value)_?(layer)?_?(norm|ln)")
@@ -65,6 +65,9 @@ ENTANGLED = {
     "TrOCRAttention": "its forward reshapes by the hidden size",
     "BigBirdBlockSparseAttention": "its forward replaces itself by another class on short rows",
     "JetMoeMoA": "its heads are experts that tokens choose",
+    "LEDDecoderAttention": "its forward reshapes by the hidden size",
+    "ProphetNetAttention": "its mask comes with all heads",
+    "MobileBertLMPredictionHead": "it joins its weight with another one",
     "DiffLlamaAttention": "it mixes the values of distant heads",
 }
 OUTPUT_NORM = ("attn_sub_norm", "sub_norm", "inner_attn_ln")

@@ -74,17 +74,26 @@ def _vocabulary(found: Found, model: nn.Module, modules: dict[str, nn.Module]) -
     """The input table and the output head, where they are plain ones."""
     table = _embedding(model, "get_input_embeddings")
     head = _embedding(model, "get_output_embeddings")
-    names = {id(module): name for name, module in reversed(list(modules.items()))}
-    tied = table is not None and head is not None and table._parameters.get("weight") is head._parameters.get("weight")
-    cut_head = head is not None and isinstance(head, nn.Linear) and id(head) in names
-    if isinstance(table, nn.Embedding) and id(table) in names and (cut_head or not tied):
-        name = names[id(table)]
-        found.rules.setdefault(name, Rule(name, "vocabulary_embedding", source="inferred"))
-        for leaf, child in table.named_children():  # a norm inside sees the rows of this rank's ids only
-            if any(True for _ in child.parameters()):
-                found.rules.setdefault(f"{name}.{leaf}", Rule(f"{name}.{leaf}", "activation_parameter"))
-    if cut_head and names[id(head)] not in found.rules:
-        found.rules[names[id(head)]] = Rule(names[id(head)], "vocabulary_head", source="inferred")
+    weight, out = _weight(table), _weight(head)
+    tied = weight is not None and weight is out
+    cut_head = isinstance(head, nn.Linear) and (isinstance(table, nn.Embedding) or not tied)
+    owner = next((module for module in modules.values() if head in list(module.children())), None)
+    if type(owner).__name__ in blocks.ENTANGLED:
+        found.left["vocabulary"] = blocks.ENTANGLED[type(owner).__name__]
+        cut_head = False
+    for name, module in modules.items():  # encoder and decoder may each have a table of the same weight
+        own = module._parameters.get("weight")
+        if isinstance(module, nn.Embedding) and own is weight and weight is not None and (cut_head or not tied):
+            found.rules.setdefault(name, Rule(name, "vocabulary_embedding", source="inferred"))
+            for leaf, child in module.named_children():  # a norm inside sees the rows of this rank's ids only
+                if any(True for _ in child.parameters()):
+                    found.rules.setdefault(f"{name}.{leaf}", Rule(f"{name}.{leaf}", "activation_parameter"))
+        if cut_head and module is head:
+            found.rules.setdefault(name, Rule(name, "vocabulary_head", source="inferred"))
+
+
+def _weight(module: nn.Module | None) -> nn.Parameter | None:
+    return None if module is None else module._parameters.get("weight")
 
 
 def _embedding(model: nn.Module, getter: str) -> nn.Module | None:

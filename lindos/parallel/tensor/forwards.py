@@ -44,6 +44,7 @@ class Crossing:
         self.shared = ops.Shared(world, AXIS)
         self.local_logits = False
         self.on_inner = False  # the last border crossed led into P: dropout then sees local features
+        self.logits_buffers: list[tuple[nn.Module, str]] = []  # added to logits by the model, one number a token
         self.place = (0, 0)  # this rank's first feature and first head of P, as the last column left them
 
     def enter(self, x: torch.Tensor, name: str, place: tuple[int, int] = (0, 0)) -> torch.Tensor:
@@ -96,6 +97,13 @@ def install(model: nn.Module, rules: Mapping[str, Rule], crossing: Crossing, hea
     """Give every module with a rule its role's forward; bare parameters have none."""
     modules = dict(model.named_modules())
     for name, rule in rules.items():
+        if rule.role == "vocabulary_head" and name in modules:
+            size = modules[name].get_parameter("weight").shape[0]
+            crossing.logits_buffers += [
+                (model, buffer)
+                for buffer, value in model._buffers.items()
+                if value is not None and value.shape[-1:] == (size,)
+            ]
         if rule.role in MAKERS and name in modules:
             its = heads.get(home_of(name, rule)) if rule.heads else None
             site = Site(modules[name], name, rule, crossing, its)
@@ -260,10 +268,20 @@ def _vocabulary_embedding(site: Site) -> Forward:
 def _vocabulary_head(site: Site) -> Forward:
     own, world, crossing, name = site.own(), site.crossing.world, site.crossing, site.name
     vocabulary = site.size(0)
+    rows = -(-vocabulary // site.parts)
+    start = rows * site.rank
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         logits = own(crossing.enter(x, name))
         crossing.on_inner = False
+        for owner, buffer in crossing.logits_buffers:  # the model adds it to what is returned here
+            whole = owner._buffers[buffer]
+            assert whole is not None
+            if crossing.local_logits:
+                part = whole[..., start : start + rows]
+                owner.__dict__[buffer] = F.pad(part, (0, rows - part.shape[-1]))
+            else:
+                owner.__dict__.pop(buffer, None)
         if crossing.local_logits:
             return logits
         return ops.gather(logits, world, AXIS, -1, f"{name} whole")[..., :vocabulary]
