@@ -15,8 +15,8 @@ from torch import nn
 from lindos.core.errors import DataError, InputError, LindosError, RefusedError, nearest
 
 KINDS = {
+    "masked": ("ForMaskedLM", "XLMWithLMHeadModel", "FlaubertWithLMHeadModel"),  # the last two by their loss
     "causal": ("ForCausalLM", "LMHeadModel"),
-    "masked": ("ForMaskedLM",),
     "classification": ("ForSequenceClassification", "ForImageClassification", "ForTokenClassification"),
 }
 # Mappings of transformers whose classes are of a kind whatever their names end with.
@@ -231,7 +231,7 @@ def classes_of(model: nn.Module) -> int | None:
 UNSHIFTED = (
     "BartForCausalLM", "BlenderbotForCausalLM", "BlenderbotSmallForCausalLM", "CpmAntForCausalLM", "MBartForCausalLM",
     "MarianForCausalLM", "MvpForCausalLM", "PLBartForCausalLM", "PegasusForCausalLM", "TrOCRForCausalLM",
-    "WhisperForCausalLM", "XLMWithLMHeadModel", "XLNetLMHeadModel",
+    "WhisperForCausalLM", "XLNetLMHeadModel",
 )  # fmt: skip
 
 
@@ -241,6 +241,8 @@ def other_loss(model: nn.Module) -> str | None:
         return "its labels are not shifted as in other causal models"
     if type(model).__name__.startswith(("ProphetNet", "XLMProphetNet")):
         return "it predicts several tokens at each position and sums over them"
+    if kind_of(model) == "conditional" and getattr(model.config, "output_router_logits", False):
+        return "it adds losses of its routers (set config.output_router_logits=False)"
     if kind_of(model) == "classification":
         config = model.config
         problem = getattr(config, "problem_type", None)

@@ -53,8 +53,8 @@ def reference(
     """Trains `model` in place for one step per batch and records everything.
 
     A batch is what all ranks see together: one dict, or a list of shares that may differ in rows and length. The loss
-    is the sum of the cross entropies of every valid position of every share, divided by their number. A model with an
-    encoder and a decoder is called with its labels, so that it makes the decoder's inputs of them itself.
+    is the sum of the cross entropies of every valid position of every share, divided by their number. With an encoder
+    and a decoder the model is given the labels, of which it makes the decoder's inputs itself.
 
     Args:
         model: A plain model; its mode (training or not) stays.
@@ -71,8 +71,7 @@ def reference(
         RefusedError: The logits do not fit the labels.
     """
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    parameters = list(named.values())
-    stepper = optimizer(parameters)
+    stepper = optimizer(parameters := list(named.values()))
     schedule = scheduler(stepper) if scheduler else None
     double = precise and all(parameter.dtype is torch.float64 for parameter in parameters)
     trace = Trace()

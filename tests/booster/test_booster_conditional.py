@@ -71,6 +71,20 @@ def test_a_model_that_makes_no_inputs_says_so(monkeypatch):
     assert booster.step(data).count == int((data["labels"] != -100).sum())
 
 
+@pytest.mark.parametrize("model_type", ["bart", "whisper", "marian", "xlnet"])
+def test_decoders_whose_own_loss_is_not_shifted_are_refused(model_type):
+    model = twin(model_type, kind="causal", dtype=torch.float32)
+    with pytest.raises(lindos.core.errors.RefusedError, match="labels are not shifted"):
+        lindos.Booster().boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_losses_of_routers_are_refused():
+    model = twin("switch_transformers", kind="conditional", dtype=torch.float32)
+    model.config.output_router_logits = True
+    with pytest.raises(lindos.core.errors.RefusedError, match="losses of its routers"):
+        lindos.Booster().boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
 def test_labels_outside_the_vocabulary_are_errors():
     model, booster = _boosted("t5")
     data = _data(model)
