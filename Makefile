@@ -9,7 +9,7 @@ READY := $(VENV)/.ready
 # Ranks are processes: one thread each, or they take the cores from each other.
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test lint setup clean
+.PHONY: demo test lint versions setup clean
 
 demo: $(READY)
 	$(BIN)/python -m lindos.train.demo
@@ -23,6 +23,16 @@ lint: $(READY)
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 
+# Every causal type under tp=2 with three minors of transformers; verdicts go into the table that ships and its page.
+MINORS ?= 5.17 5.20 5.24
+versions:
+	for minor in $(MINORS); do \
+	  test -d .venv-$$minor || $(PYTHON) -m venv .venv-$$minor; \
+	  .venv-$$minor/bin/python -m pip install torch==2.13.0 && \
+	  .venv-$$minor/bin/python -m pip install -e . "transformers==$$minor.*" && \
+	  .venv-$$minor/bin/python -m lindos prove --all --tp 2 --table lindos/hf/proven.json --page docs/proven.md || exit 1; \
+	done
+
 setup: $(READY)
 
 # torch comes first and pinned: what the tests were run with.
@@ -34,4 +44,4 @@ $(READY): pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .ruff_cache .import_linter_cache
+	rm -rf $(VENV) .venv-* build dist *.egg-info .pytest_cache .hypothesis .ruff_cache .import_linter_cache
