@@ -61,11 +61,12 @@ def _folded(name: str) -> str:
 
 
 def shape_of(axes: dict[str, int], heads: Iterable[Any]) -> str:
-    """A plan's shape: the axes larger than one, and how tp meets the heads.
+    """A plan's shape: the axes larger than one that change a model's modules, and how tp meets the heads.
 
-    `tp`, `tp uneven` (heads do not divide), `tp shared` (fewer kv heads than ranks), `dp tp`, ...
+    `tp`, `tp uneven` (heads do not divide), `tp shared` (fewer kv heads than ranks), ... Data parallelism and ZeRO act
+    on parameters behind the modules, whatever the model is, so they are no part of it.
     """
-    found = [axis for axis in ("pp", "dp", "sp", "tp") if axes.get(axis, 1) > 1]
+    found = [axis for axis in ("pp", "sp", "tp") if axes.get(axis, 1) > 1]
     heads = list(heads)
     if any(its.sharing > 1 for its in heads):
         found.append("shared")
@@ -119,7 +120,7 @@ def check(model: nn.Module, rules: Rules, shape: str, tp: int) -> None:
     if not shape or is_proven(name, lines_of(model, rules), shape):
         return
     sizes = ",".join(f"{word}={size}" for word, size in twin_sizes(shape, tp)[0].items())
-    how = f"lindos prove --type {name} --tp {tp}{' --dp 2' * ('dp' in shape)}{f' --twin {sizes}' * bool(sizes)}"
+    how = f"lindos prove --type {name} --tp {tp}{f' --twin {sizes}' * bool(sizes)}"
     raise RefusedError(
         f"the rules of {name} ({type(model).__name__}) were inferred and are not proven for the plan shape {shape!r} "
         f"with transformers {minor(models.version())}. Prove them here, in seconds ({how}, or --model DIR in place "

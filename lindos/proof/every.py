@@ -92,7 +92,7 @@ def _line(model_type: str, ranks: Ranks, options: dict[str, Any]) -> Line:
         first = report.differences[0].text() + "; " if report.differences else ""
         line.reason = first + report.reason
         model = report.case.model(torch.float32)
-        read, line.shape = rules_and_shape(model, report.case.plugin, report.case.dp)
+        read, line.shape = rules_and_shape(model, report.case.plugin)
         line.rules = proven.lines_of(model, read.rules)
         line.cut = share_cut(model_type, report.case)
     except LindosError as error:
@@ -113,7 +113,7 @@ def share_cut(model_type: str, case: Case) -> float:
             model = models.model_of(models.config_of(model_type))
     except Exception:  # a default that transformers itself cannot build: its twin has the same pattern
         model = case.model(torch.float32)
-    read, _ = rules_and_shape(model, case.plugin, 1)
+    read, _ = rules_and_shape(model, case.plugin)
     ledger = ledger_of(model)
     read.contribute(ledger, Mesh.of(0, tp=case.plugin.tp))
     return 1 - sum(read.left_bytes(ledger).values()) / max(1, read.inner_bytes(ledger))
@@ -146,8 +146,9 @@ def page(table: Path) -> str:
         "Written by `lindos prove --all --table lindos/hf/proven.json --page docs/proven.md`. A cell lists the minors",
         "of transformers with which a small model of the type's default pattern trains under the plan shape exactly as",
         "in one process ([proof.md](proof.md)). `tp`: heads cut evenly; `tp shared`: fewer kv heads than ranks;",
-        "`tp uneven`: heads that do not divide; `dp tp`: both axes. *cut* is the share of the default configuration's",
-        "parameters, tables and vocabulary left out, of which every rank holds a part only.",
+        "`tp uneven`: heads that do not divide. Data parallelism does not touch modules, so it goes with each of them.",
+        "*cut* is the share of the default configuration's parameters, tables and vocabulary left out, of which every",
+        "rank holds a part only.",
         "",
         "| type | " + " | ".join(shapes) + " | cut | not equal, because |",
         "| --- |" + " --- |" * (len(shapes) + 2),

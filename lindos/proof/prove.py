@@ -63,7 +63,7 @@ def prove(
     axes = {k: v for k, v in options.items() if not (k == "rules" and v is None)}
     plan = plugin_of(plugin, axes)
     if model and not overrides and plan.tp > 1 and plan.rules is None:
-        overrides = _sizes_like(model, plan, dp)
+        overrides = _sizes_like(model, plan)
     case = Case(type or "", model or "", kind or "", plan, dp, overrides, **made)
     report = Report(case)
     started = time.monotonic()
@@ -78,13 +78,13 @@ def prove(
     return report
 
 
-def _sizes_like(folder: str, plan: Plugin, dp: int) -> tuple[tuple[str, Any], ...]:
+def _sizes_like(folder: str, plan: Plugin) -> tuple[tuple[str, Any], ...]:
     """Sizes of a twin whose heads meet tp as the real model's do: evenly, unevenly, or shared by neighbours."""
     config = models.config_of(folder)
     with torch.device("meta"):
         real = models.model_of(config)
     try:
-        _, shape = rules_and_shape(real, plan, dp)
+        _, shape = rules_and_shape(real, plan)
     except (RefusedError, LayoutError):
         return ()
     for sizes in proven.twin_sizes(shape, plan.tp):
@@ -101,18 +101,18 @@ def _remember(case: Case) -> None:
     if case.plugin.tp == 1:
         return
     model = case.model(torch.float32)
-    read, shape = rules_and_shape(model, case.plugin, case.dp)
+    read, shape = rules_and_shape(model, case.plugin)
     proven.remember(proven.name_of(model), proven.lines_of(model, read.rules), shape)
 
 
-def rules_and_shape(model: torch.nn.Module, plugin: Plugin, dp: int) -> tuple[Tensor, str]:
+def rules_and_shape(model: torch.nn.Module, plugin: Plugin) -> tuple[Tensor, str]:
     """The inferred rules of a model, matched, and the shape of a plan on it.
 
     Raises:
         RefusedError, LayoutError: there are none, or tp cannot cut it.
     """
     read = Tensor(rules_of(model, plugin.tp), plugin.tensor).read(model, plugin.tp)
-    axes = {"pp": plugin.pp, "dp": dp, "sp": plugin.sp, "tp": plugin.tp}
+    axes = {"pp": plugin.pp, "sp": plugin.sp, "tp": plugin.tp}
     return read, proven.shape_of(axes, read.heads.values())
 
 
