@@ -83,7 +83,13 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "DistilBertConfig": {"hidden_dim": lambda sizes: sizes["intermediate"]},
     "Dots3NoteTextConfig": {"head_dim": 32},  # 24 without rotary and 8 with it, in layers with a window
-    "DoryConfig": {"n_input_layers": 1, "n_output_layers": 1, "n_recurrent_layers": lambda sizes: sizes["layers"] - 2},
+    # Its scales are stored as s and used as s * s_init / range: at the default 0.0177 a step of AdamW moves them 50 x.
+    "DoryConfig": {
+        "initializer_range": 0.5,
+        "n_input_layers": 1,
+        "n_output_layers": 1,
+        "n_recurrent_layers": lambda sizes: sizes["layers"] - 2,
+    },
     "Qwen4ExpTextConfig": {
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,
