@@ -55,6 +55,8 @@ def batch(folder: Path) -> dict[str, torch.Tensor]:
 
 def trained(world: World, folder: str, tp: int, given: dict[str, torch.Tensor], out: str) -> Any:
     """Logits before training, ten losses after the export, from one rank or several."""
+    from transformers import AutoTokenizer
+
     torch.set_num_threads(1)
     model = lindos.from_pretrained(folder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
@@ -64,7 +66,7 @@ def trained(world: World, folder: str, tp: int, given: dict[str, torch.Tensor], 
     inputs = {name: value for name, value in given.items() if name != "labels"}
     with torch.no_grad():
         logits = model(**inputs).logits
-    booster.export(out)
+    booster.export(out, tokenizer=AutoTokenizer.from_pretrained(folder))
     model.train()
     losses = [booster.step(given).loss for _ in range(10)]
     return logits if world.rank == 0 else None, losses
