@@ -112,7 +112,7 @@ class Tape(TorchDispatchMode):
         with self.quiet():
             out = run(x)
             same = out.untyped_storage()._cdata == x.untyped_storage()._cdata
-        self._note(run, (x,), {}, out, COLLECTIVE, ((0, "x"),) if same else ())
+            self._note(run, (x,), {}, out, COLLECTIVE, ((0, "x"),) if same else ())
         return out
 
     def quiet(self) -> _Quiet:
