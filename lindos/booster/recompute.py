@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from lindos.booster.blocks import Block
@@ -64,6 +65,7 @@ class Recompute:
         self.dropout: Dropout | None = None
         self.shares: dict[Signature, list[Share]] = {}
         self._parameters: set[int] = set()
+        self._seen: dict[int, StorageWeakRef] = {}
         self._measured: list[tuple[int, int, int]] = []
         self._plan: list[Share] | None = None
         self._calls = self._spare = 0
@@ -91,7 +93,7 @@ class Recompute:
         if policy is None and self.homes is None:
             return own(*args, **kwargs)
         before = self._before() if self._before is not None else None
-        frame = Frame(name, self._parameters or self._storages(), policy, self.homes, before)
+        frame = Frame(name, self._parameters or self._storages(), policy, self.homes, before, self._seen)
         self._before = weakref.ref(frame)
         self._inside = True
         try:
@@ -146,7 +148,7 @@ class Recompute:
         Raises:
             InputError: on all ranks, after the first forward: the budget is smaller than what recompute="full" keeps.
         """
-        self._before, self._parameters = None, self._storages()
+        self._before, self._parameters, self._seen = None, self._storages(), {}
         if isinstance(self.setting, str) or not torch.is_grad_enabled():
             yield
             return

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lindos.comm.opaque import watched
 from lindos.core.errors import NumbersError
@@ -26,6 +27,7 @@ class Frame:
         policy: what to compute again; None for nothing.
         homes: where what is kept goes, or None to leave it on the device.
         before: the frame of the block that ran before this one; its backward comes next.
+        seen: storages that earlier blocks of this forward keep, by `_cdata`; this one adds its own.
 
     Attributes:
         choice: what was kept; there once the forward has ended.
@@ -34,9 +36,15 @@ class Frame:
     """
 
     def __init__(
-        self, name: str, parameters: set[int], policy: Policy | None, homes: Homes | None, before: Frame | None
+        self,
+        name: str,
+        parameters: set[int],
+        policy: Policy | None,
+        homes: Homes | None,
+        before: Frame | None,
+        seen: dict[int, StorageWeakRef],
     ) -> None:
-        self.name, self.policy, self.homes = name, policy, homes
+        self.name, self.policy, self.homes, self.seen = name, policy, homes, seen
         self.tape: Tape | None = Tape(parameters, policy.holds if policy else frozenset())
         self.choice: Choice | None = None
         self.all_bytes = self.collective_bytes = 0
@@ -86,11 +94,13 @@ class Frame:
         tape, saved = self.tape, self._saved
         assert tape is not None
         self.tape = None
+        tape.free = {n for n, store in enumerate(tape.stores) if store.parameter or store.weak.cdata in self.seen}
         full = everything(tape, saved)
         self.choice = choice = choose(tape, saved, self.policy) if self.policy is not None else full
         self.all_bytes = full.count_bytes
         reached = {n for op in tape.needs(saved, set())[0] for n in _results(tape, op)}
         self.collective_bytes = sum(tape.stores[n].count_bytes for n in reached)
+        self.seen.update((tape.stores[n].weak.cdata, tape.stores[n].weak) for n in choice.kept)
         self._stale = {i for i, ref in enumerate(saved) if not tape.final(ref)}
         tensors = {n: self._tensors.get(n) for n in choice.kept}
         for number, tensor in tensors.items():

@@ -36,7 +36,7 @@ class Choice:
         kept: storages to keep, roots among them.
         dropped: storages that backward reads and that are computed again.
         operations: that compute them.
-        count_bytes: of what is kept, parameters not counted.
+        count_bytes: of what is kept, but for what is free: parameters, and what earlier blocks keep already.
     """
 
     kept: set[int]
@@ -72,9 +72,10 @@ def choose(tape: Tape, saved: list[Ref], policy: Policy) -> Choice:
         order = sorted(candidates - kept, key=lambda n: (_rank(tape.stores[n].kind), -tape.stores[n].count_bytes, n))
         room = policy.budget_bytes - choice.count_bytes
         for number in order:
-            if tape.stores[number].count_bytes <= room:
+            count_bytes = _bytes(tape, (number,))
+            if count_bytes <= room:
                 kept.add(number)
-                room -= tape.stores[number].count_bytes
+                room -= count_bytes
         choice = _made(tape, saved, kept, policy)
         kept &= choice.kept | random | forced
     return choice
@@ -110,4 +111,4 @@ def _with_collectives(
 
 
 def _bytes(tape: Tape, numbers: Iterable[int]) -> int:
-    return sum(store.count_bytes for store in (tape.stores[n] for n in numbers) if not store.parameter)
+    return sum(tape.stores[n].count_bytes for n in numbers if n not in tape.free)

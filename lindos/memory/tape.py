@@ -51,7 +51,7 @@ class Store:
         fixed: a parameter, or computed from parameters alone.
         parameter: a parameter's.
         held: a tensor on it, if the tape holds it although it could be computed again.
-        version: of the root's counter of writes when it was first seen.
+        spans: of a parameter's storage, which many parameters share: the bytes that each write wrote.
     """
 
     weak: StorageWeakRef
@@ -63,7 +63,7 @@ class Store:
     fixed: bool = False
     parameter: bool = False
     held: torch.Tensor | None = None
-    version: int = 0
+    spans: dict[int, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -91,6 +91,7 @@ class Tape(TorchDispatchMode):
     Attributes:
         stores: every storage seen, by number.
         operations: in order.
+        free: storages that cost nothing to keep.
     """
 
     def __init__(self, parameters: frozenset[int] | set[int], holds: frozenset[str]) -> None:
@@ -98,6 +99,7 @@ class Tape(TorchDispatchMode):
         self.parameters, self.holds = parameters, holds | {RANDOM}
         self.stores: list[Store] = []
         self.operations: list[Operation] = []
+        self.free: set[int] = set()
         self._numbers: dict[int, int] = {}
         self._paused = 0
 
@@ -144,7 +146,6 @@ class Tape(TorchDispatchMode):
                 tensor.detach(),
                 parameter=parameter,
                 fixed=parameter,
-                version=tensor._version,
             )
         )
         return number
@@ -188,14 +189,22 @@ class Tape(TorchDispatchMode):
             value = args[position] if position < len(args) else kwargs.get(name)
             for tensor in value if isinstance(value, list | tuple) else (value,):
                 if isinstance(tensor, torch.Tensor):
-                    yield self._number(tensor)
+                    number = self._number(tensor)
+                    if self.stores[number].parameter:
+                        self.stores[number].spans[len(self.operations)] = _span(self.ref(tensor))
+                    yield number
 
     # --- what can and must run again --------------------------------------------------------------------------------
 
     def final(self, ref: Ref) -> bool:
         """Whether nothing was written to its storage after it was read."""
-        writes = self.stores[ref.storage].writes
-        return not writes or writes[-1] < ref.time
+        store = self.stores[ref.storage]
+        if not store.writes or store.writes[-1] < ref.time:
+            return True
+        if not store.parameter:
+            return False
+        first, last = _span(ref)
+        return not any(a < last and first < b for n, (a, b) in store.spans.items() if n >= ref.time)
 
     def possible(self) -> list[bool]:
         """Whether each operation can run again: nothing random, nothing that is gone, in what it reads."""
@@ -281,6 +290,12 @@ class Replay:
 def onto(storage: torch.UntypedStorage, ref: Ref) -> torch.Tensor:
     """The tensor that a ref describes, on a storage."""
     return torch.empty(0, dtype=ref.dtype, device=storage.device).set_(storage, ref.offset, ref.size, ref.stride)
+
+
+def _span(ref: Ref) -> tuple[int, int]:
+    """First byte of a tensor in its storage, and the one after its last."""
+    reach = sum((size - 1) * stride for size, stride in zip(ref.size, ref.stride)) + 1
+    return ref.offset * ref.dtype.itemsize, (ref.offset + reach) * ref.dtype.itemsize
 
 
 def _made(operation: Operation) -> Iterable[int]:
