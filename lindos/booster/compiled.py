@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
 
 from lindos.core.errors import RefusedError
 from lindos.parallel.dropout import Dropout
@@ -65,3 +68,28 @@ def _stop(owner: Any, name: str) -> None:
 def compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
     """A block's forward, compiled at its first call."""
     return torch.compile(forward)
+
+
+def run_again(forward: Callable[..., Any], dropout: Dropout | None, *args: Any, **kwargs: Any) -> Any:
+    """A compiled block that keeps its inputs: its whole forward, collectives included, runs again in backward.
+
+    The first run is without a graph and the second has its own backward. Torch's other form compares the tensors that
+    both runs save, and fails where they meet different compiled variants, as after a change of shape.
+    """
+    leaves, form = tree_flatten((args, kwargs))
+    spot: list[Any] = []
+    again = dropout.replay() if dropout is not None else nullcontext
+    tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+
+    def run(_: torch.Tensor, *given: torch.Tensor) -> tuple[Any, ...]:
+        filled = dict(zip(tensors, given))
+        both = tree_unflatten([filled.get(i, leaf) for i, leaf in enumerate(leaves)], form)
+        with again() if torch.is_grad_enabled() else nullcontext():
+            flat, spec = tree_flatten(forward(*both[0], **both[1]))
+        spot[:] = [spec]
+        return tuple(flat)
+
+    # Without an input that needs a gradient there would be none for the parameters either.
+    begin = torch.zeros((), requires_grad=True)
+    flat = checkpoint(run, begin, *(leaves[i] for i in tensors), use_reentrant=True)
+    return tree_unflatten(list(flat), spot[0])

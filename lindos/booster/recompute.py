@@ -10,17 +10,16 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from lindos.booster.blocks import Block
-from lindos.booster.compiled import compiled
+from lindos.booster.compiled import compiled, run_again
 from lindos.comm.world import World
 from lindos.core.errors import InputError
 from lindos.core.units import text_of_bytes
@@ -89,7 +88,7 @@ class Recompute:
             return own(*args, **kwargs)
         policy, budget = self._policy()
         if self.compiled and policy is FULL:
-            own, policy = functools.partial(self._checkpointed, name, own), None
+            own, policy = functools.partial(run_again, own, self.dropout), None
         if policy is None and self.homes is None:
             return own(*args, **kwargs)
         before = self._before() if self._before is not None else None
@@ -107,20 +106,6 @@ class Recompute:
         if budget is not None:
             self._spare += budget - frame.choice.count_bytes
         return out
-
-    def _checkpointed(self, name: str, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A compiled block shows no operations, so its whole forward runs again, collectives included."""
-        names = list(kwargs)
-        dropping = self.dropout.replay() if self.dropout is not None else nullcontext
-
-        def run(*given: Any) -> Any:
-            return own(*given[: len(args)], **dict(zip(names, given[len(args) :])))
-
-        # Without early stop the last state that forwards leave for each other is the same as after the first run.
-        with set_checkpoint_early_stop(False):
-            return checkpoint(
-                run, *args, *kwargs.values(), use_reentrant=False, context_fn=lambda: (nullcontext(), dropping())
-            )
 
     def _storages(self) -> set[int]:
         return {p.untyped_storage()._cdata for p in self.model.parameters()}
