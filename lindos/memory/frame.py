@@ -50,6 +50,7 @@ class Frame:
         self.all_bytes = self.collective_bytes = 0
         self._before = weakref.ref(before) if before is not None else None
         self._saved: list[Ref] = []
+        self._counts: list[int] = []  # of writes in place, as torch counts them, when each was saved
         self._tensors: dict[int, torch.Tensor] = {}
         self._versions: dict[int, int] = {}
         self._away: dict[int, Away] = {}
@@ -86,6 +87,7 @@ class Frame:
                 return tensor.detach()
             ref = tape.ref(tensor)
             self._tensors[ref.storage] = tensor.detach()
+            self._counts.append(tensor._version)
             self._saved.append(ref)
             return _Ticket(self, len(self._saved) - 1)
 
@@ -101,7 +103,11 @@ class Frame:
         reached = {n for op in tape.needs(saved, set())[0] for n in _results(tape, op)}
         self.collective_bytes = sum(tape.stores[n].count_bytes for n in reached)
         self.seen.update((tape.stores[n].weak.cdata, tape.stores[n].weak) for n in choice.kept)
-        self._stale = {i for i, ref in enumerate(saved) if not tape.final(ref)}
+        self._stale = {
+            i
+            for i, ref in enumerate(saved)
+            if not tape.final(ref) or self._tensors[ref.storage]._version != self._counts[i]
+        }
         tensors = {n: self._tensors.get(n) for n in choice.kept}
         for number, tensor in tensors.items():
             store = tape.stores[number]

@@ -65,7 +65,9 @@ def choose(tape: Tape, saved: list[Ref], policy: Policy) -> Choice:
     by_kind = {n for n in held if tape.stores[n].kind in policy.kinds}
     random = {n for n in held if tape.stores[n].kind not in policy.holds}
     if policy.budget_bytes is None:
-        return _made(tape, saved, forced | random | by_kind, policy)
+        choice, full = _made(tape, saved, forced | random | by_kind, policy), everything(tape, saved)
+        again = any(tape.operations[n].kind == COLLECTIVE for n in choice.operations)
+        return choice if again or choice.count_bytes < full.count_bytes else full
     kept = forced | random
     choice = _made(tape, saved, kept, policy)
     for candidates in (by_kind, held, read, held | read, read):

@@ -91,7 +91,7 @@ class Dropout(TorchFunctionMode):
             before = (self.step, self.first_row, self.rows, self.length, self.place, self.count)
             self.step, self.first_row, self.rows, self.length, self.place, self.count = now
             try:
-                with self if active and not self.active else nullcontext():
+                with self if active else nullcontext():  # a mode around backward() itself is off inside it
                     yield
             finally:
                 self.step, self.first_row, self.rows, self.length, self.place, self.count = before

@@ -143,3 +143,33 @@ def hard(world: Any, plugin: Any) -> tuple[float, dict[str, torch.Tensor], list[
     booster.backward(loss)
     gradients = {n: booster.gradient(n) for n, _ in model.named_parameters()}
     return loss.item(), gradients, [float(b) for n, b in model.named_buffers()]
+
+
+def compiled(world: Any, plugin: Any) -> dict[str, Any]:
+    """Two steps of one shape: numbers, collectives over tp, and how many graphs were compiled for them."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    config = config_of("llama", {})
+    booster, model, _ = boosted(plugin, config, torch.float32)
+    with record() as seen:
+        losses = [booster.step(share(joined_batch(config, i), booster.mesh)).loss for i in range(2)]
+    return {
+        "losses": losses,
+        "weights": {n: booster.full(n) for n, _ in model.named_parameters()},
+        "calls": [c.name for c in seen.calls if c.axes == ("tp",)],
+        "graphs": counters["stats"]["unique_graphs"],
+    }
+
+
+def run_again(world: Any, plugin: Any, kind: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Two steps; with recompute, by the way of compiled blocks, whose code runs again, without compiling them."""
+    config = config_of(kind, options)
+    booster, model, _ = boosted(plugin, config, micro_batches=2)
+    if booster._plan.recompute is not None:
+        booster._plan.recompute.compiled = True
+    losses = [booster.step(share(joined_batch(config, i), booster.mesh)).loss for i in range(2)]
+    booster.backward(model(**share(joined_batch(config, 2), booster.mesh)).loss)
+    gradients = {n: booster.gradient(n) for n, _ in model.named_parameters()}
+    return {"losses": losses, "gradients": gradients, "weights": {n: booster.full(n) for n in gradients}}
