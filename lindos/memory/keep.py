@@ -13,7 +13,7 @@ class Policy:
     """
     Attributes:
         kinds: operations whose results are kept where something computed again starts from them.
-        budget_bytes: of one call of a block, filled with what backward reads; None: only `kinds`.
+        budget_bytes: of one call of a block, filled up to it with what saves most work; None: only `kinds`.
     """
 
     kinds: frozenset[str] = frozenset()
@@ -54,9 +54,9 @@ def everything(tape: Tape, saved: Iterable[Ref]) -> Choice:
 def choose(tape: Tape, saved: list[Ref], policy: Policy) -> Choice:
     """Choose for one call of a block.
 
-    What cannot run again is always kept. A budget is filled in the order of what it saves: collectives where the policy
-    names them, then products with weights and fused attention, then all else, each from the largest down to the
-    smallest that fits.
+    What cannot run again is always kept, and so are the kinds that the policy names where something computed again
+    starts from them. A budget is filled in the order of what it saves: products with weights and fused attention, then
+    all else, each from the largest down to the smallest that fits.
     """
     able = tape.possible()
     read = {ref.storage for ref in saved if tape.stores[ref.storage].maker >= 0}
@@ -68,9 +68,9 @@ def choose(tape: Tape, saved: list[Ref], policy: Policy) -> Choice:
         choice, full = _made(tape, saved, forced | random | by_kind, policy), everything(tape, saved)
         again = any(tape.operations[n].kind == COLLECTIVE for n in choice.operations)
         return choice if again or choice.count_bytes < full.count_bytes else full
-    kept = forced | random
+    kept = forced | random | by_kind  # whether a collective runs again is agreed, and not decided by what fits here
     choice = _made(tape, saved, kept, policy)
-    for candidates in (by_kind, held, read, held | read, read):
+    for candidates in (held, read, held | read, read):
         order = sorted(candidates - kept, key=lambda n: (_rank(tape.stores[n].kind), -tape.stores[n].count_bytes, n))
         room = policy.budget_bytes - choice.count_bytes
         for number in order:
@@ -79,7 +79,7 @@ def choose(tape: Tape, saved: list[Ref], policy: Policy) -> Choice:
                 kept.add(number)
                 room -= count_bytes
         choice = _made(tape, saved, kept, policy)
-        kept &= choice.kept | random | forced
+        kept &= choice.kept | random | forced | by_kind
     return choice
 
 

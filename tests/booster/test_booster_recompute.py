@@ -175,3 +175,4 @@ def test_compiled_blocks_show_no_operations():
 def test_describe_says_it():
     booster, _, _ = jobs.boosted(lindos.DDP(recompute=2**20, activations="host"), jobs.config_of("llama", {}))
     assert "recompute a budget of 1.00 MiB over 2 blocks; what they save rests on host" in booster.describe()
+    assert "attention sdpa" in booster.describe()
