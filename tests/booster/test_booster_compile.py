@@ -9,7 +9,6 @@ import lindos
 from lindos.core.errors import RefusedError
 
 PLANS = {
-    "dp2": lindos.DDP(compile=True),
     "tp2": lindos.HybridParallel(tp=2, compile=True),
     "tp2 full": lindos.HybridParallel(tp=2, compile=True, recompute="full"),
 }
@@ -17,12 +16,12 @@ PLANS = {
 
 @pytest.fixture(scope="module")
 def plain(ranks):
-    return {tp: ranks.run(jobs.compiled, 2, lindos.HybridParallel(tp=tp))[0] for tp in (1, 2)}
+    return ranks.run(jobs.compiled, 2, lindos.HybridParallel(tp=2))[0]
 
 
 @pytest.mark.parametrize("plan", list(PLANS))
 def test_compiled_numbers_are_equal_and_collectives_keep_their_names(ranks, plain, plan):
-    one, other = plain[PLANS[plan].tp], ranks.run(jobs.compiled, 2, PLANS[plan])[0]
+    one, other = plain, ranks.run(jobs.compiled, 2, PLANS[plan])[0]
     assert other["graphs"] > 0 == one["graphs"]
     assert other["losses"] == pytest.approx(one["losses"], rel=1e-6)
     for name, weight in one["weights"].items():
@@ -36,7 +35,7 @@ def test_compiled_numbers_are_equal_and_collectives_keep_their_names(ranks, plai
 
 def test_proven_against_one_process(ranks):
     """In fp64 the proof's mode runs blocks uncompiled; in fp32 they are compiled, within one process's rounding."""
-    report = lindos.prove(type="llama", tp=2, compile=True, recompute="full", steps=2, ranks=ranks)
+    report = lindos.prove(type="llama", dp=2, compile=True, recompute="full", steps=2, ranks=ranks)
     assert report.verdict == "equal", report
 
 
