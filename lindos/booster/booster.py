@@ -356,6 +356,12 @@ class Booster:
 
     def _notes(self) -> list[str]:
         notes = []
+        recompute = self._boosted("describe").recompute
+        if recompute is not None:
+            notes.append(recompute.text())
+        attention = models.attention_of(self._model)
+        if attention:
+            notes.append(f"attention {attention}")
         if self._calls.dropout is not None:
             notes.append(
                 "dropout keyed by (seed, step, place, sample, token, feature); attention with dropout is eager"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -35,6 +35,8 @@ class Calls:
         if has_dropout(model):
             self.dropout = Dropout(plan.world.seed, self._inner)
             self.dropout.watch(model)
+        if plan.recompute is not None:
+            plan.recompute.dropout = self.dropout
         model.forward = self.forward  # type: ignore[method-assign]
 
     def _inner(self) -> tuple[int, int] | None:
@@ -76,10 +78,15 @@ class Calls:
         try:
             with self.local_logits(self.loss.local_logits):
                 inputs = {name: self.cast(v) if isinstance(v, torch.Tensor) else v for name, v in inputs.items()}
-                outputs = self.model(**{**self._no_cache(), **inputs})
+                with self._keeping(inputs):
+                    outputs = self.model(**{**self._no_cache(), **inputs})
+                    return self.loss.sums(outputs, micro, self.plan.world), self.loss.extra(outputs)
         finally:
             self._inside = False
-        return self.loss.sums(outputs, micro, self.plan.world), self.loss.extra(outputs)
+
+    def _keeping(self, inputs: dict[str, Any]) -> AbstractContextManager[None]:
+        """Around a forward and its loss: what they may keep for backward."""
+        return self.plan.recompute.around(inputs) if self.plan.recompute is not None else nullcontext()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward as the user calls it.
@@ -124,7 +131,8 @@ class Calls:
             rows = self._rows(tensors)
             first_row = self.seen_rows + sum(rows[: self.plan.world.mesh.coordinate("dp")])
             self.seen_rows += sum(rows)
-        with self.local_logits(False), self.dropping(tensors, first_row) if tensors else nullcontext():
+        dropping = self.dropping(tensors, first_row) if tensors else nullcontext()
+        with self.local_logits(False), dropping, self._keeping(tensors):
             return self._own(*args, **kwargs)
 
     def _rows(self, tensors: dict[str, torch.Tensor]) -> list[int]:

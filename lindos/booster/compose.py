@@ -9,8 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from lindos.booster.blocks import Block, blocks_of
+from lindos.booster.compiled import refuse_without_compiler, stop_at_collectives
 from lindos.booster.plugins import Plugin
 from lindos.booster.precision import Precision
+from lindos.booster.recompute import Recompute
 from lindos.comm.world import World
 from lindos.core.errors import InputError, LindosError, RefusedError
 from lindos.core.layout import Layout
@@ -23,6 +26,7 @@ from lindos.hf import rules as hf_rules
 from lindos.hf.initial import initial_values
 from lindos.hf.load import Folder
 from lindos.hf.models import persistent_buffers
+from lindos.memory.homes import Homes
 from lindos.optim import optimizer as optim
 from lindos.parallel import products
 from lindos.parallel.data.program import Data
@@ -42,6 +46,7 @@ class Plan:
         tensor: the tensor axis, with what its forwards share.
         data: the chunk program.
         names: parameter name by the identity of what the user gave.
+        recompute: what blocks keep for backward; None where they are left as they are.
     """
 
     ledger: Ledger
@@ -49,6 +54,7 @@ class Plan:
     tensor: Tensor | None
     data: Data
     names: dict[int, str]
+    recompute: Recompute | None = None
 
 
 def compose(
@@ -85,6 +91,7 @@ def compose(
             _check_rules(model, plugin, mesh, tensor, ledger, "whole" in allow)
         mesh = data.contribute(ledger, mesh)
         folder = _folder(model, ledger)
+        blocks = _blocks(model, plugin, world.device)
         plan = Plan(ledger, link.on(mesh), tensor, data, names)
     except LindosError as found:
         error = found
@@ -93,11 +100,12 @@ def compose(
     # 4. all ranks hold the same weights and mean the same plan
     _compare_weights(model, world)
     _compare(plan.ledger.digest(), world, "the plan, the model or the optimizer differs between ranks")
-    # 5. forwards, then parameters into chunks
+    # 5. forwards of roles, then of blocks; then parameters into chunks
     old = dict(model.named_parameters())
     sources = _initial(model, folder, plan) if any(p.is_meta for p in old.values()) else iter(())
     if plan.tensor:
         plan.tensor.apply(model, plan.ledger, plan.world)
+    _block_forwards(model, plugin, plan, blocks)
     data.apply(model, plan.ledger, plan.world)
     if precision.name == "bf16" and plan.world.device.type == "cpu" and products.emulated():
         products.install(model)
@@ -150,6 +158,28 @@ def ledger_of(
             Entry(name, "buffer", "whole", str(buffer.dtype).removeprefix("torch."), layout, layout, trained=False)
         )
     return ledger
+
+
+def _blocks(model: nn.Module, plugin: Plugin, device: torch.device) -> list[Block]:
+    """The blocks, where an option asks for them."""
+    asked = [f for f in ("recompute", "compile", "activations") if getattr(plugin, f) != getattr(Plugin(), f)]
+    if not asked:
+        return []
+    if plugin.compile:
+        refuse_without_compiler(device)
+    return blocks_of(model, f"{asked[0]}={getattr(plugin, asked[0])!r}")
+
+
+def _block_forwards(model: nn.Module, plugin: Plugin, plan: Plan, blocks: list[Block]) -> None:
+    """Recompute, then compile: frames around the blocks, compiled code inside the frames."""
+    if not blocks:
+        return
+    homes = Homes(plan.world.device) if plugin.activations == "host" else None
+    plan.recompute = Recompute(model, plugin.recompute, homes, plan.world)
+    plan.recompute.install(blocks)
+    if plugin.compile:
+        stop_at_collectives(plan.tensor.crossing if plan.tensor else None, len(blocks))
+        plan.recompute.compile()
 
 
 def _tensor(model: nn.Module, plugin: Plugin) -> Tensor:

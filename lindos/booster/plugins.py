@@ -15,6 +15,8 @@ CHOICES = {
     "sequence": ("ulysses", "ring", "ring_self_attention", "split_gather"),
     "schedule": ("gpipe", "1f1b", "interleaved", "zero_bubble_v", "dual_pipe_v"),
     "placement": ("none", "auto", "static"),
+    "recompute": ("none", "full", "selective"),
+    "activations": ("device", "host"),
 }
 
 
@@ -30,8 +32,9 @@ class Plugin:
         tensor: tensor-parallel algorithm.
         sequence: sequence-parallel kind, or a pair of a tp kind with an sp kind.
         schedule: of the pipeline.
-        recompute: "none", "full", "selective" or a budget in bytes.
+        recompute: what of each block is computed again in backward: "none", "full", "selective" or a budget in bytes.
         compile: torch.compile each block.
+        activations: where what blocks save for backward rests, "device" or "host".
         rules: a file, mapping or Rules that override what is read from the model.
         unproven: run inferred rules that no proof has covered.
         placement: "none" keeps all state on the device; "auto" and "static" are Gemini's.
@@ -49,6 +52,7 @@ class Plugin:
     schedule: str = "1f1b"
     recompute: Any = "none"
     compile: bool = False
+    activations: str = "device"
     rules: Any = None
     unproven: bool = False
     placement: str = "none"
@@ -66,11 +70,31 @@ class Plugin:
                 raise InputError(f"{self.name}({axis}=...) must be an integer of at least 1; got {size!r}.")
         if self.zero not in (0, 1, 2, 3):
             raise InputError(f"{self.name}(zero=...) is a zero_stage, 0, 1, 2 or 3; got {self.zero!r}.")
-        for field in ("tensor", "schedule", "placement"):
+        for field in ("tensor", "schedule", "placement", "activations"):
             _choose(self.name, field, getattr(self, field))
         kinds = self.sequence if isinstance(self.sequence, tuple | list) else (self.sequence,)
         for kind in kinds:
             _choose(self.name, "sequence", kind)
+        self._check_blocks()
+
+    def _check_blocks(self) -> None:
+        """What is done to each block: recompute and compile."""
+        if isinstance(self.recompute, bool) or not isinstance(self.recompute, int | str):
+            raise InputError(
+                f"{self.name}(recompute=...) is 'none', 'full', 'selective' or a budget, an integer of bytes; "
+                f"got {self.recompute!r}."
+            )
+        if isinstance(self.recompute, str):
+            _choose(self.name, "recompute", self.recompute)
+        elif self.recompute < 1:
+            raise InputError(f"{self.name}(recompute=...) as a budget must be at least 1 byte; got {self.recompute}.")
+        if not isinstance(self.compile, bool):
+            raise InputError(f"{self.name}(compile=...) must be True or False; got {self.compile!r}.")
+        if self.compile and self.recompute not in ("none", "full"):
+            raise RefusedError(
+                f"{self.name}(compile=True, recompute={self.recompute!r}): a compiled block does not show its "
+                "operations, so none can be chosen. Use recompute='full' or 'none', or compile=False."
+            )
 
     def refuse_unserved(self) -> None:
         """Options of the contract that this version does not serve are refused by name, before any work.
@@ -88,8 +112,6 @@ class Plugin:
             "tensor": "multi-dimensional tensor parallelism",
             "sequence": "sequence parallelism",
             "schedule": "pipeline parallelism",
-            "recompute": "recompute",
-            "compile": "torch.compile",
             "placement": "Gemini",
             "device_budget": "Gemini",
             "host_budget": "Gemini",

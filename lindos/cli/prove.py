@@ -8,6 +8,7 @@ from typing import Any
 
 from lindos.cli.arguments import Parser
 from lindos.core.errors import InputError
+from lindos.core.units import bytes_of_text
 from lindos.train.config import PLUGINS
 
 EXIT_CODES = {"equal": 0, "refused": 3, "differs": 4}
@@ -22,7 +23,10 @@ def main(arguments: Sequence[str]) -> int:
         raise InputError(
             "--table and --page are written by lindos prove --all; a single proof is remembered by itself."
         )
-    axes = {name: getattr(given, name) for name in ("tp", "pp", "sp", "zero", "rules", "recompute", "kind")}
+    names = ("tp", "pp", "sp", "zero", "rules", "recompute", "compile", "activations", "kind")
+    axes = {name: getattr(given, name) for name in names}
+    if str(given.recompute)[:1].isdigit():
+        axes["recompute"] = bytes_of_text(given.recompute)
     options = {
         "dp": given.dp,
         "plugin": given.plugin,
@@ -91,7 +95,9 @@ def _parser() -> Parser:
         parser.add_argument(f"--{axis}", type=int, default=1, help=f"{of} parallel ranks (1)")
     parser.add_argument("--zero", type=int, default=None, help="ZeRO stage, 0 to 3 (the plugin's own)")
     parser.add_argument("--plugin", default=None, choices=PLUGINS, help="plugin that the axes are given to")
-    parser.add_argument("--recompute", default=None, help="none, full, selective or a budget in bytes (none)")
+    parser.add_argument("--recompute", help="none, full, selective, or a budget such as 200KiB")
+    parser.add_argument("--compile", action="store_true", default=None, help="compile the blocks")
+    parser.add_argument("--activations", help="where what blocks save rests: device or host")
     parser.add_argument("--rules", help="TOML file of rules")
     parser.add_argument("--micro-batches", "--micro_batches", type=int, default=1, help="parts of a step (1)")
     parser.add_argument("--max-norm", "--max_norm", type=float, default=None, help="clip to this norm (no clipping)")

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from lindos.comm import record
 from lindos.comm.groups import Group
 from lindos.comm.mailbox import Box, Gone, Mailboxes, Mismatch, others_memory, own_memory
+from lindos.comm.opaque import opaque
 from lindos.comm.verdict import Step, Watch
 from lindos.core.errors import InputError, LindosError, RankError
 from lindos.core.mesh import Axes, Mesh
@@ -89,6 +90,7 @@ class World:
 
     # --- collectives: every one is named, counted, timed and recorded ---------------------------------------------
 
+    @opaque
     def all_reduce(self, x: torch.Tensor, axes: Axes, name: str, op: str = "sum", fresh: bool = False) -> torch.Tensor:
         """Sum (or "max") of x over axes, in place where x is contiguous; bit-equal on all ranks of the group.
 
@@ -108,6 +110,7 @@ class World:
         )
         return out
 
+    @opaque
     def all_gather(self, x: torch.Tensor, axes: Axes, dim: int, name: str) -> torch.Tensor:
         """The parts of all ranks of the group joined along dim, contiguous.
 
@@ -123,6 +126,7 @@ class World:
         parts = rows.view(n, *x.shape)
         return parts.flatten(0, 1) if dim == 0 else torch.cat(parts.unbind(0), dim)
 
+    @opaque
     def reduce_scatter(self, x: torch.Tensor, axes: Axes, dim: int, name: str) -> torch.Tensor:
         """This rank's even part along dim of the sum of x over the group, contiguous.
 
@@ -142,6 +146,7 @@ class World:
         )
         return out
 
+    @opaque
     def all_to_all(self, x: torch.Tensor, axes: Axes, name: str) -> torch.Tensor:
         """Row i of the result is what rank i of the group had in its row for this one, contiguous; x [n, ...].
 
@@ -158,6 +163,7 @@ class World:
         self._call("all_to_all", x, axes, name, x.numel(), lambda g, sign: g.all_to_all(out, rows, sign))
         return out.view(x.shape)
 
+    @opaque
     def broadcast(self, x: torch.Tensor, axes: Axes, source: int, name: str) -> torch.Tensor:
         """x of the rank at index `source` of the group, in place where x is contiguous.
 

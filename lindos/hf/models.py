@@ -282,3 +282,8 @@ def validation_loss(folder: str, batches: Iterable[Mapping[str, torch.Tensor]]) 
             losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
             total, count = total + float(losses), count + int((labels != -100).sum())
     return total / count
+
+
+def attention_of(model: nn.Module) -> str:
+    """What attention a model of transformers runs: sdpa, eager, ...; empty for other models."""
+    return getattr(getattr(model, "config", None), "_attn_implementation", None) or ""

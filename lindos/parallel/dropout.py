@@ -6,7 +6,8 @@ only the elements that it holds. Integer hashing in int32 costs less here than t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -63,6 +64,7 @@ class Dropout(TorchFunctionMode):
         self.seed, self.step, self.inner = seed, 0, inner
         self.first_row = self.rows = self.length = 0
         self.place, self.count = "", 0
+        self.active = 0
 
     def watch(self, model: nn.Module) -> None:
         """Follow the model's blocks, so that a recomputed block counts its dropouts anew."""
@@ -78,6 +80,31 @@ class Dropout(TorchFunctionMode):
 
     def _at(self, place: str) -> None:
         self.place, self.count = place, 0
+
+    def replay(self) -> Callable[[], AbstractContextManager[None]]:
+        """For code that will run again: a block in which dropout is what it is now, whatever was dropped since."""
+        active = self.active
+        now = (self.step, self.first_row, self.rows, self.length, self.place, self.count)
+
+        @contextmanager
+        def again() -> Iterator[None]:
+            before = (self.step, self.first_row, self.rows, self.length, self.place, self.count)
+            self.step, self.first_row, self.rows, self.length, self.place, self.count = now
+            try:
+                with self if active else nullcontext():  # a mode around backward() itself is off inside it
+                    yield
+            finally:
+                self.step, self.first_row, self.rows, self.length, self.place, self.count = before
+
+        return again
+
+    def __enter__(self) -> Dropout:
+        self.active += 1
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.active -= 1
+        super().__exit__(*error)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

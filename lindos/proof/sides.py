@@ -16,7 +16,9 @@ from lindos.booster.compose import checksum
 from lindos.comm.world import Flight, World
 from lindos.core.errors import LindosError, RefusedError
 from lindos.hf import models
+from lindos.memory import tape
 from lindos.memory.chunk import Chunk
+from lindos.memory.homes import Away, Homes
 from lindos.proof.case import OPTIMIZERS, Case, schedule
 from lindos.proof.double import Double
 from lindos.proof.faults import plant
@@ -91,6 +93,9 @@ def _doubled(dtype: torch.dtype, booster: Booster) -> Iterator[None]:
         for owner, names in (
             (Chunk, ("put", "settle")),
             (Flight, ("poll", "finish")),
+            (tape, ("onto",)),
+            (Homes, ("evict",)),
+            (Away, ("begin",)),
             (World, ("all_reduce", "begin_all_reduce", "all_gather", "reduce_scatter")),
         ):
             for name in names:

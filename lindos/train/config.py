@@ -36,10 +36,12 @@ class Parallel:
     """Sequence parallel algorithm: ulysses, ring, ring_self_attention, split_gather, or two with a comma."""
     schedule: str = "1f1b"
     """Pipeline schedule."""
-    recompute: str = "none"
-    """What is computed again in backward: none, full, selective, or a budget such as 8GiB."""
+    recompute: int | str = "none"
+    """What of each block is computed again in backward: none, full, selective, or a budget such as 8GiB or 2e9."""
     compile: bool = False
     """Compile the blocks with torch.compile."""
+    activations: Literal["device", "host"] = "device"
+    """Where what the blocks save for backward rests."""
     rules: str | None = None
     """TOML file of rules that override what is read from the model."""
     device_budget: str = "auto"
@@ -278,7 +280,7 @@ def plugin_of(parallel: Parallel) -> Any:
     if "sequence" in given and "," in given["sequence"]:
         given["sequence"] = tuple(part.strip() for part in given["sequence"].split(","))
     for name in ("recompute", "device_budget", "host_budget"):
-        if given.get(name, "")[:1].isdigit():
+        if str(given.get(name, ""))[:1].isdigit():
             given[name] = bytes_of_text(given[name])
     kind, _, detail = parallel.plugin.partition("_")
     if kind in ("zero1", "zero2"):

@@ -62,8 +62,6 @@ def test_options_are_checked(make, words):
         lindos.HybridParallel(sp=2),
         lindos.HybridParallel(tensor="2d"),
         lindos.HybridParallel(zero=3),
-        lindos.HybridParallel(recompute="full"),
-        lindos.HybridParallel(compile=True),
         lindos.HybridParallel(ep=2),
     ],
     ids=str,

@@ -149,12 +149,26 @@ def test_overlaid_keeps_the_rest():
         ),
         ("--plugin gemini_static --parallel.host_fraction 0.5", {"placement": "static", "host_fraction": 0.5}),
         ("--plugin hybrid --parallel.pp 2 --parallel.recompute full", {"pp": 2, "recompute": "full"}),
+        ("--plugin hybrid --parallel.recompute selective", {"recompute": "selective", "activations": "device"}),
+        ("--parallel.recompute 2e9 --parallel.activations host", {"recompute": 2 * 10**9, "activations": "host"}),
+        ("--parallel.recompute 8GiB", {"recompute": 2**33}),
+        ("--parallel.compile", {"compile": True}),
         ("--plugin hybrid --parallel.sequence split_gather,ring", {"sequence": ("split_gather", "ring")}),
     ],
 )
 def test_the_plugin_that_the_section_describes(words, fields):
     plugin = plugin_of(configure(words.split()).parallel)
     assert {name: getattr(plugin, name) for name in fields} == fields
+
+
+def test_recompute_in_a_file_is_a_word_or_a_size(tmp_path):
+    file = tmp_path / "run.toml"
+    for text, value in (('"full"', "full"), ('"1.5 GB"', 15 * 10**8), ("2e9", 2 * 10**9), ("4096", 4096)):
+        file.write_text(f'[parallel]\nrecompute = {text}\nactivations = "host"\n')
+        plugin = plugin_of(configure([str(file)]).parallel)
+        assert (plugin.recompute, plugin.activations) == (value, "host")
+    with pytest.raises(InputError, match="did you mean 'selective'"):
+        plugin_of(Parallel(recompute="selectiv"))
 
 
 def test_a_plugin_that_says_its_stage_takes_no_other():
