@@ -180,8 +180,13 @@ def _rule(pattern: str, value: Any) -> Rule:
     known = ("role", "blocks", "heads", "home", "dim")
     if not isinstance(value, Mapping) or "role" not in value or set(value) - set(known):
         raise RulesError(f"rule {pattern!r} is a role or a table of {', '.join(known)}; got {value!r}.")
-    given = {key: tuple(item) if isinstance(item, list) else item for key, item in value.items()}
-    return Rule(pattern, **given)
+    blocks, heads = value.get("blocks", 1), value.get("heads")
+    blocks = tuple(blocks) if isinstance(blocks, list) else blocks
+    heads = tuple(heads) if isinstance(heads, list) else heads
+    home, dim = value.get("home", ""), value.get("dim", 0)
+    if not isinstance(home, str) or not isinstance(dim, int):
+        raise RulesError(f"rule {pattern!r}: home is the name of a module and dim a number; got {home!r} and {dim!r}.")
+    return Rule(pattern, value["role"], blocks, heads, home, dim)
 
 
 def _toml(path: Path) -> Mapping[str, Any]:

@@ -74,14 +74,17 @@ def test_every_role_can_be_written(role):
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ({"h.*.attn.c_atn": "row"}, "'h.*.attn.c_atn' matches no module: did you mean 'h.[01].attn.c_attn'"),
+        (
+            {"h.*.attn.c_atn": "row"},
+            "'h.*.attn.c_atn' matches no module or parameter: did you mean 'h.[01].attn.c_attn'",
+        ),
         ({"h.*": "row"}, "matches no module"),
         ({"wte": "row", "wt*": "column"}, "'wte' is matched twice, by 'wte' and 'wt[*]'"),
         ({"wte": "colum"}, "'wte' names no known role 'colum': did you mean 'column'"),
         ({"wte": {"role": ["row"]}}, r"no known role \['row'\]"),
         ({"wte": {"role": 3}}, "no known role 3"),
-        ({"wte": {"blocks": 3}}, "is a role or a table of role, blocks and heads"),
-        ({"wte": {"role": "row", "block": 3}}, "is a role or a table of role, blocks and heads"),
+        ({"wte": {"blocks": 3}}, "is a role or a table of role, blocks, heads, home, dim"),
+        ({"wte": {"role": "row", "block": 3}}, "is a role or a table of role, blocks, heads, home, dim"),
         ({"wte": 3}, "is a role or a table"),
         ({"wte": {"role": "column", "heads": "keys"}}, "heads is 'query' or 'key_value'; got 'keys'"),
         ({"wte": {"role": "column", "blocks": 0}}, "blocks is a number .* got 0"),
