@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -87,7 +88,6 @@ def compose(
         # 3. each axis writes its columns
         mesh = tensor.contribute(ledger, mesh) if tensor else mesh
         if tensor:
-            _refuse_kernels(tensor, world.device)
             _check_rules(model, plugin, mesh, tensor, ledger, "whole" in allow)
         mesh = data.contribute(ledger, mesh)
         folder = _folder(model, ledger)
@@ -103,17 +103,12 @@ def compose(
     # 5. forwards of roles, then of blocks; then parameters into chunks
     old = dict(model.named_parameters())
     sources = _initial(model, folder, plan) if any(p.is_meta for p in old.values()) else iter(())
-    if plan.tensor:
-        plan.tensor.apply(model, plan.ledger, plan.world)
-    _block_forwards(model, plugin, plan, blocks)
+    _forwards(model, plugin, plan, blocks)
     data.apply(model, plan.ledger, plan.world)
     if precision.name == "bf16" and plan.world.device.type == "cpu" and products.emulated():
         products.install(model)
     # 6. values: those that were there, then those of a folder or of the model's own rule
-    for name, parameter in old.items():
-        if not parameter.is_meta:
-            _fill(plan, name, parameter.detach())
-    for name, value in sources:
+    for name, value in itertools.chain(((n, p.detach()) for n, p in old.items() if not p.is_meta), sources):
         _fill(plan, name, value)
     if folder is not None:
         _read_buffers(model, folder)
@@ -170,8 +165,10 @@ def _blocks(model: nn.Module, plugin: Plugin, device: torch.device) -> list[Bloc
     return blocks_of(model, f"{asked[0]}={getattr(plugin, asked[0])!r}")
 
 
-def _block_forwards(model: nn.Module, plugin: Plugin, plan: Plan, blocks: list[Block]) -> None:
-    """Recompute, then compile: frames around the blocks, compiled code inside the frames."""
+def _forwards(model: nn.Module, plugin: Plugin, plan: Plan, blocks: list[Block]) -> None:
+    """Roles, recompute, then compile: frames around the blocks, compiled code inside the frames."""
+    if plan.tensor:
+        plan.tensor.apply(model, plan.ledger, plan.world)
     if not blocks:
         return
     homes = Homes(plan.world.device) if plugin.activations == "host" else None
@@ -193,6 +190,7 @@ def _check_rules(model: nn.Module, plugin: Plugin, mesh: Mesh, tensor: Tensor, l
     Raises:
         RefusedError: they are not, or do not.
     """
+    _refuse_kernels(tensor)
     if plugin.rules is None and not plugin.unproven:
         shape = proven.shape_of({axis.name: axis.size for axis in mesh.base}, tensor.heads.values())
         proven.check(model, tensor.rules, shape, plugin.tp)
@@ -209,13 +207,17 @@ def _check_rules(model: nn.Module, plugin: Plugin, mesh: Mesh, tensor: Tensor, l
 KERNELS = ("mamba_ssm", "causal_conv1d", "fla", "kernels")  # packages whose fused mixers read weights by themselves
 
 
-def _refuse_kernels(tensor: Tensor, device: torch.device) -> None:
+def _refuse_kernels(tensor: Tensor) -> None:
     """
     Raises:
         RefusedError: a mixer would run as one fused kernel, whose output nobody sums over tp.
     """
     fused = {"convolution", "group_norm", "whole_output"} & {rule.role for rule in tensor.resolved.values()}
-    found = [name for name in KERNELS if importlib.util.find_spec(name)] if fused and device.type != "cpu" else []
+    found = (
+        [name for name in KERNELS if importlib.util.find_spec(name)]
+        if fused and torch.accelerator.is_available()
+        else []
+    )
     if found:
         raise RefusedError(
             f"{', '.join(found)} would run this model's mixers as fused kernels that read their weights by themselves, "
