@@ -103,10 +103,8 @@ def compose(
     # 5. forwards of roles, then of blocks; then parameters into chunks
     old = dict(model.named_parameters())
     sources = _initial(model, folder, plan) if any(p.is_meta for p in old.values()) else iter(())
-    _forwards(model, plugin, plan, blocks)
+    _forwards(model, plugin, plan, blocks, precision.name == "bf16")
     data.apply(model, plan.ledger, plan.world)
-    if precision.name == "bf16" and plan.world.device.type == "cpu" and products.emulated():
-        products.install(model)
     # 6. values: those that were there, then those of a folder or of the model's own rule
     for name, value in itertools.chain(((n, p.detach()) for n, p in old.items() if not p.is_meta), sources):
         _fill(plan, name, value)
@@ -165,10 +163,12 @@ def _blocks(model: nn.Module, plugin: Plugin, device: torch.device) -> list[Bloc
     return blocks_of(model, f"{asked[0]}={getattr(plugin, asked[0])!r}")
 
 
-def _forwards(model: nn.Module, plugin: Plugin, plan: Plan, blocks: list[Block]) -> None:
+def _forwards(model: nn.Module, plugin: Plugin, plan: Plan, blocks: list[Block], bf16: bool) -> None:
     """Roles, recompute, then compile: frames around the blocks, compiled code inside the frames."""
     if plan.tensor:
         plan.tensor.apply(model, plan.ledger, plan.world)
+    if bf16 and plan.world.device.type == "cpu" and products.emulated():
+        products.install(model)
     if not blocks:
         return
     homes = Homes(plan.world.device) if plugin.activations == "host" else None

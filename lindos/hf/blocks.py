@@ -68,6 +68,7 @@ ENTANGLED = {
     "LEDDecoderAttention": "its forward reshapes by the hidden size",
     "ProphetNetAttention": "its mask comes with all heads",
     "MobileBertLMPredictionHead": "it joins its weight with another one",
+    "BltCrossAttention": "its norms stand before the projections",
     "DiffLlamaAttention": "it mixes the values of distant heads",
 }
 OUTPUT_NORM = ("attn_sub_norm", "sub_norm", "inner_attn_ln")
@@ -437,9 +438,16 @@ def mlp(block: Block) -> bool:
 
 def _inside(block: Block, known: tuple[str, ...], inner: int, fused: int) -> None:
     """A norm over the inner features, and what an activation learns."""
+    inside = {leaf for leaf in block.rest(*known) if block.child(leaf) is not None}
+    alone = all("norm" in leaf or leaf.startswith("act") for leaf in inside)  # else a layer with more in it
     for leaf in block.rest(*known):
         child = block.child(leaf)
         if child is None:
+            shape = tuple(block.module._parameters[leaf].shape)  # type: ignore[union-attr]
+            if alone and shape == (inner,):
+                block.rule(leaf, "head_parameter")
+            elif alone and type(block.module).__name__.lower().endswith("mlp"):
+                raise Left(f"its parameter {leaf} {list(shape)} is not known")
             continue
         shapes = {tuple(p.shape) for p in child.parameters()}
         if "norm" in leaf and shapes == {(inner,)} and inner != inputs(block.child(known[0])):  # type: ignore[arg-type]

@@ -41,6 +41,7 @@ class Case:
         overrides: generic words for the twin: heads, kv_heads, vocabulary, tied, layers, hidden, ...
         max_norm, micro_batches, steps: of the run.
         fault: a planted fault, for the tests of the proof itself.
+        seed: of the data.
     """
 
     model_type: str = ""
@@ -53,6 +54,7 @@ class Case:
     micro_batches: int = 1
     steps: int = 3
     fault: str = ""
+    seed: int = 0
 
     @property
     def world_size(self) -> int:
@@ -85,7 +87,7 @@ class Case:
             dtype: of pixels and other inputs that are no ids; their values are fp32's.
         """
         rows, kind = max(3 + dp, self.micro_batches), self.kind_meant
-        made = batch(config, rows, 11 + 2 * dp, seed=100 * step + dp, kind=kind)
+        made = batch(config, rows, 11 + 2 * dp, seed=10_000 * self.seed + 100 * step + dp, kind=kind)
         for row in range(1, rows, 2) if kind in ("causal", "masked", "token") else ():
             padding = int((made["attention_mask"][row] == 0).sum())
             for value in made.values():

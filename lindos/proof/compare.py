@@ -2,11 +2,12 @@
 
 fp64: |difference| of a tensor at most 1e-9 x max(its norm, 1e-6 x the whole gradient's norm); loss 1e-12 relative.
 fp32: at most 8 x one process's own distance from fp64, by tensor, where that distance is not smaller than what rounding
-of the whole gradient spreads over all of them.
+of the whole gradient spreads over all of them, and is the largest of two runs that sum in opposite orders.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,23 +55,26 @@ def exact(mine: Trace, theirs: Trace) -> list[Difference]:
     return found
 
 
-def rounded(mine: Trace, own: Trace, true: Trace) -> list[Difference]:
-    """Differences of an fp32 run from fp64 that are larger than 8 x those of one process in fp32."""
+def rounded(mine: Trace, own: Sequence[Trace], true: Trace) -> list[Difference]:
+    """Differences of an fp32 run from fp64 that are larger than 8 x those of one process in fp32.
+
+    Args:
+        own: one process in fp32, summing in several orders: its distance is the largest of theirs.
+    """
     found: list[Difference] = []
     for step in range(len(true.losses)):
-        own_loss = abs(own.losses[step] - true.losses[step]) / abs(true.losses[step])
+        own_loss = max(abs(o.losses[step] - true.losses[step]) for o in own) / abs(true.losses[step])
         allowed = FP32_FACTOR * max(own_loss, torch.finfo(torch.float32).eps)
         found += _relative("loss", step, mine.losses[step], true.losses[step], allowed)
-        for what, a, b, c in (
-            ("gradient", mine.gradients, own.gradients, true.gradients),
-            ("weight", mine.weights, own.weights, true.weights),
-        ):
-            spread = _norm({n: _minus(b[step][n], c[step][n]) for n in c[step]}) / max(_norm(c[step]), 1e-30)
-            limits = {
-                n: FP32_FACTOR
-                * max(_len(_minus(b[step][n], t)), spread * _len(t), spread * FP64_FLOOR * _norm(c[step]))
-                for n, t in c[step].items()
-            }
+        for what, a, c in (("gradient", mine.gradients, true.gradients), ("weight", mine.weights, true.weights)):
+            limits = dict.fromkeys(c[step], 0.0)
+            for trace in own:
+                theirs = trace.gradients[step] if what == "gradient" else trace.weights[step]
+                apart = {n: _minus(theirs[n], t) for n, t in c[step].items()}
+                spread = _norm(apart) / max(_norm(c[step]), 1e-30)
+                for n, t in c[step].items():
+                    floor = max(spread * _len(t), spread * FP64_FLOOR * _norm(c[step]))
+                    limits[n] = max(limits[n], FP32_FACTOR * max(_len(apart[n]), floor))
             found += _tensors(what, step, a[step], c[step], limits)
     return found
 

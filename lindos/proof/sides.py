@@ -120,14 +120,19 @@ def _drifted(booster: Booster, names: list[str]) -> list[str]:
     return found
 
 
-def in_one_process(case: Case, optimizer: str, dtype: torch.dtype) -> Trace:
+def in_one_process(case: Case, optimizer: str, dtype: torch.dtype, turned: bool = False) -> Trace:
     """The reference on all ranks' shares joined.
+
+    Args:
+        turned: the same rows in the opposite order: the same mathematics, other sums.
 
     Raises:
         RefusedError: the plain model itself fails on such batches.
     """
     model = case.model(dtype)
     shares = [[case.share(model.config, step, dp, dtype) for dp in range(case.dp)] for step in range(case.steps)]
+    if turned:
+        shares = [[{k: v.flip(0) for k, v in share.items()} for share in step[::-1]] for step in shares]
     options = {"max_norm": case.max_norm, "scheduler": schedule, "kind": case.kind_meant}
     try:
         return reference(model, shares, OPTIMIZERS[optimizer], **options)
