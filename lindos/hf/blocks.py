@@ -438,6 +438,9 @@ def mlp(block: Block) -> bool:
 
 def _inside(block: Block, known: tuple[str, ...], inner: int, fused: int) -> None:
     """A norm over the inner features, and what an activation learns."""
+    for leaf, child in block.module.named_children():
+        if "norm" in leaf and leaf not in known and not any(True for _ in child.parameters()):
+            raise Left(f"its {leaf} has no parameters to be found by, and may be over all inner features")
     inside = {leaf for leaf in block.rest(*known) if block.child(leaf) is not None}
     alone = all("norm" in leaf or leaf.startswith("act") for leaf in inside)  # else a layer with more in it
     for leaf in block.rest(*known):
