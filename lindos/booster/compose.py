@@ -192,8 +192,7 @@ def _check_rules(model: nn.Module, plugin: Plugin, mesh: Mesh, tensor: Tensor, l
     """
     _refuse_kernels(tensor)
     if plugin.rules is None and not plugin.unproven:
-        shape = proven.shape_of({axis.name: axis.size for axis in mesh.base}, tensor.heads.values())
-        proven.check(model, tensor.rules, shape, plugin.tp)
+        proven.check(model, tensor.rules, tensor.heads, {axis.name: axis.size for axis in mesh.base})
     left, inner = tensor.left_bytes(ledger), tensor.inner_bytes(ledger)
     if sum(left.values()) > LARGEST_WHOLE * inner and not whole:
         names = ", ".join(f"{name} ({text_of_bytes(size)})" for name, size in list(left.items())[:4])

@@ -19,9 +19,9 @@ def main(arguments: Sequence[str]) -> int:
     given = _parser().read(arguments)
     if sum((given.type is not None, given.model is not None, given.all)) != 1:
         raise InputError("lindos prove needs one of --type T, --model DIR and --all.")
-    if (given.table or given.page) and not given.all:
+    if (given.table or given.page or given.only) and not given.all:
         raise InputError(
-            "--table and --page are written by lindos prove --all; a single proof is remembered by itself."
+            "--table, --page and --only go with lindos prove --all; a single proof is remembered by itself."
         )
     names = ("tp", "pp", "sp", "zero", "rules", "recompute", "compile", "activations", "kind")
     axes = {name: getattr(given, name) for name in names}
@@ -63,7 +63,9 @@ def _every(given: Any, options: dict[str, Any]) -> int:
         _write(Path(given.page), every.page(table or proven.SHIPPED))
     if given.json:
         _write(Path(given.json), json.dumps([line.facts() for line in lines], indent=1))
-    return EXIT_CODES["differs"] if any(line.verdict == "differs" for line in lines) else EXIT_CODES["equal"]
+    return (
+        EXIT_CODES["differs"] if any(line.verdict in ("differs", "failed") for line in lines) else EXIT_CODES["equal"]
+    )
 
 
 def _sizes(text: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from lindos.core.rules import Home, Rule
+from lindos.parallel.tensor.heads import HEAD_SIZE, KEY_VALUE, QUERY, RATIO, WIDTH, input_dim, output_dim
 
 QKV = (
     ("q_proj", "k_proj", "v_proj"),
@@ -26,7 +27,7 @@ QKV = (
 )
 OUTPUTS = ("o_proj", "out_proj", "dense", "Wo", "c_proj", "attention_out", "out_lin", "o", "wo", "proj", "projection")
 OUTSIDE = ("output.dense",)  # of the home's parent: BERT and ViT keep the output apart
-FUSED = ("qkv_proj", "Wqkv", "query_key_value", "c_attn", "qkv", "qkv_proj")
+FUSED = ("qkv_proj", "Wqkv", "query_key_value", "c_attn", "qkv")
 MLPS = (
     (("gate_proj", "up_proj"), "down_proj"),
     (("up_proj",), "down_proj"),
@@ -51,9 +52,6 @@ MLPS = (
     (("ffn",), "ffn_output"),
     (("0",), "2"),
 )
-HEAD_SIZE = ("head_dim", "attention_head_size", "head_size", "dim_head", "key_value_proj_dim")
-COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_attn_heads")
-KV_COUNTS = ("num_key_value_heads", "num_kv_heads", "kv_heads")
 GATES = ("gate_proj", "g_proj", "output_gate")
 # Fed by whole inputs and read by indices or after the sum: they stay whole inside a cut attention.
 STAY = ("indexer", "rotary_emb", "rotary", "rotary_fn", "embed_positions", "dense_bias", "LayerNorm")
@@ -145,7 +143,7 @@ class Block:
         self.rules.append(Rule(full.lstrip("."), role, blocks, heads, home, dim, "inferred"))
 
     def rest(self, *known: str) -> Iterator[str]:
-        """Children with parameters, and bare parameters and buffers, that are not among the known."""
+        """Children with parameters, and bare parameters, that are not among the known."""
         for leaf, child in self.module.named_children():
             if leaf not in known and leaf not in STAY and any(True for _ in child.parameters()):
                 yield leaf
@@ -167,11 +165,11 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def outputs(module: nn.Module) -> int:
-    return _weight(module).shape[1 if _inverted(module) or _weight(module).dim() == 3 else 0]
+    return _weight(module).shape[output_dim(module)]
 
 
 def inputs(module: nn.Module) -> int:
-    return _weight(module).shape[0 if _inverted(module) else -1]
+    return _weight(module).shape[input_dim(module)]
 
 
 def _weight(module: nn.Module) -> nn.Parameter:
@@ -220,7 +218,7 @@ def attention(block: Block) -> bool:
 
 def _heads(block: Block, q: nn.Module, k: nn.Module, output: nn.Module) -> tuple[int, int, int]:
     """Query heads, kv heads and the size of a query head; a query may carry a gate of its own size."""
-    size, told = first(block.module, HEAD_SIZE), first(block.module, COUNTS)
+    size, told = first(block.module, HEAD_SIZE), first(block.module, QUERY)
     query = outputs(q) // size if size else told
     if size and query != told and outputs(q) == 2 * inputs(output):
         query = inputs(output) // size
@@ -247,23 +245,34 @@ def _output(block: Block) -> tuple[nn.Module | None, str]:
 
 def _home(block: Block, query: int, key_value: int, width: int, local: tuple[tuple[str, str], ...] = ()) -> None:
     module, found = block.module, dict(local)
-    for names, value, kind in ((COUNTS, query, "query"), (KV_COUNTS, key_value, "key_value")):
+    for names, value, kind in ((QUERY, query, "query"), (KEY_VALUE, key_value, "key_value")):
         for name in names:
             if getattr(module, name, None) == value:
                 found.setdefault(name, kind)
-    for name in ("split_size", "embed_dim", "all_head_size", "hidden_size", "inner_dim", "attention_hidden_size"):
-        if getattr(module, name, None) == width:
+    for name in WIDTH:
+        if getattr(module, name, None) == width and _reads(module, name):
             found.setdefault(name, "query")
-    for name in ("num_key_value_groups", "num_queries_per_kv"):
+    for name in RATIO:
         if hasattr(module, name):
             found.setdefault(name, "ratio")
     arguments = []
     accepted = forward_names(module)
-    if "alibi" in accepted:
-        arguments.append(("alibi", -3, "query"))
+    if "alibi" in accepted:  # falcon adds it to the mask, which then has all heads
+        arguments += [("alibi", -3, "query"), ("attention_mask", -3, "query")]
     if "position_bias" in accepted and not hasattr(module, "has_relative_attention_bias"):
         arguments.append(("position_bias", -3, "query"))
     block.homes[block.name] = Home(query, key_value, tuple(found.items()), tuple(arguments))
+
+
+def _reads(module: nn.Module, name: str) -> bool:
+    """Whether any method of a module but its constructor reads an attribute; True where that cannot be told."""
+    import inspect
+
+    try:
+        methods = re.split(r"\n    def ", inspect.getsource(type(module)))[1:]
+    except (OSError, TypeError):
+        return True
+    return any(f"self.{name}" in method for method in methods if not method.startswith("__init__"))
 
 
 def forward_names(module: nn.Module) -> tuple[str, ...]:
@@ -342,7 +351,7 @@ def fused_attention(block: Block) -> bool:
     if output is None or fused is None:
         raise Left("no output projection")
     module, width, inner = block.module, outputs(fused), inputs(output)
-    query = first(module, COUNTS)
+    query = first(module, QUERY)
     if not query or inner % query:
         raise Left("no number of heads")
     size = inner // query
@@ -394,7 +403,7 @@ def latent_attention(block: Block) -> bool:
     q = block.linear("q_proj") or block.linear("q_b_proj") or block.linear("q_gate_proj")
     if kv_b is None or output is None or q is None:
         raise Left("a latent attention without q, kv_b_proj or o_proj")
-    query = first(block.module, COUNTS)
+    query = first(block.module, QUERY)
     if not query or outputs(kv_b) % query or inputs(output) % query:
         raise Left("no number of heads")
     known = ["kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj", "q_a_proj", "q_a_layernorm"]
@@ -437,30 +446,34 @@ def mlp(block: Block) -> bool:
 
 
 def _inside(block: Block, known: tuple[str, ...], inner: int, fused: int) -> None:
-    """A norm over the inner features, and what an activation learns."""
+    """What stands between the products: a norm over the inner features, what an activation learns, adapters.
+
+    Raises:
+        Left: something that is not known.
+    """
+    hidden = inputs(block.child(block.path(known[0])))  # type: ignore[arg-type]
+    rest = [leaf for leaf in block.rest(*(name.split(".")[0] for name in known)) if not leaf.endswith("_adapter_list")]
+    for leaf in block.module._modules:
+        if leaf.endswith("_adapter_list"):
+            _adapters(block, leaf, None, fused)
+    if any(_holds_products(block.child(leaf)) for leaf in rest):
+        return  # a layer with more in it than this MLP: what it holds itself is on the residual stream
     for leaf, child in block.module.named_children():
         if "norm" in leaf and leaf not in known and not any(True for _ in child.parameters()):
             raise Left(f"its {leaf} has no parameters to be found by, and may be over all inner features")
-    inside = {leaf for leaf in block.rest(*known) if block.child(leaf) is not None}
-    alone = all("norm" in leaf or leaf.startswith("act") for leaf in inside)  # else a layer with more in it
-    for leaf in block.rest(*known):
+    for leaf in rest:
         child = block.child(leaf)
-        if child is None:
-            shape = tuple(block.module._parameters[leaf].shape)  # type: ignore[union-attr]
-            if alone and shape == (inner,):
-                block.rule(leaf, "head_parameter")
-            elif alone and type(block.module).__name__.lower().endswith("mlp"):
-                raise Left(f"its parameter {leaf} {list(shape)} is not known")
-            continue
-        shapes = {tuple(p.shape) for p in child.parameters()}
-        if "norm" in leaf and shapes == {(inner,)} and inner != inputs(block.child(known[0])):  # type: ignore[arg-type]
-            block.rule(leaf, "wide_norm")
-        elif re.fullmatch(r"act(_fn|ivation)?(_fn)?", leaf):
+        shapes = {tuple(p.shape) for p in ([block.module._parameters[leaf]] if child is None else child.parameters())}  # type: ignore[union-attr]
+        if shapes == {(inner,)} and (inner != hidden or leaf == "ffn_sub_norm") and (child is None or "norm" in leaf):
+            block.rule(leaf, *(("head_parameter",) if child is None else ("wide_norm",)))
+        elif child is not None and re.fullmatch(r"act(_fn|ivation)?(_fn)?", leaf):
             block.rule(leaf, "activation_parameter")
-        elif leaf == "ffn_sub_norm":
-            block.rule(leaf, "wide_norm")
-        elif leaf.endswith("_adapter_list"):
-            _adapters(block, leaf, None, fused)
+        elif shapes != {(hidden,)} or inner == hidden:
+            raise Left(f"its {leaf} is not known")
+
+
+def _holds_products(module: nn.Module | None) -> bool:
+    return module is not None and any(is_linear(inner) for inner in module.modules())
 
 
 def experts(block: Block) -> bool:

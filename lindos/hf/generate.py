@@ -100,7 +100,7 @@ class _Reader:
 
     def _call(self, ids: list[int], options: dict[str, Any]) -> Any:
         new = torch.tensor([ids[self.seen if self.cache is not None else 0 :]], device=self.device)
-        return self.model(input_ids=new, attention_mask=torch.ones(1, len(ids), dtype=torch.long), **options)
+        return self.model(input_ids=new, attention_mask=new.new_ones(1, len(ids)), **options)
 
 
 def positions_of(model: nn.Module) -> int | None:

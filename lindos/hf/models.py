@@ -79,9 +79,9 @@ def config_of(path_or_type: str, **overrides: Any) -> Any:
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise DataError(f"a model folder holds config.json; {path_or_type!r} does not.")
-        _refuse_remote_code(folder)
+        _refuse_remote_code(folder, CONFIG_MAPPING)
         try:
-            config = AutoConfig.from_pretrained(path_or_type)
+            config = AutoConfig.from_pretrained(path_or_type, trust_remote_code=False)
         except Exception as error:  # a type that this transformers does not know, or numbers that contradict each other
             raise InputError(f"{folder / 'config.json'} is no configuration that transformers {version()} takes: "
                              f"{_line(error)}") from error  # fmt: skip
@@ -130,16 +130,17 @@ def _line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
-def _refuse_remote_code(folder: Path) -> None:
-    """
+def _refuse_remote_code(folder: Path, known: Any) -> None:
+    """A type that transformers has is built by transformers, whatever code the folder names besides.
+
     Raises:
-        RefusedError: the folder names code of its own, which transformers would ask about, or run.
+        RefusedError: the type is the folder's own code, which transformers would ask about, or run.
     """
     try:
         fields = json.loads((folder / "config.json").read_text("utf-8"))
     except ValueError as error:
         raise DataError(f"{folder / 'config.json'} is no JSON: {error}.") from error
-    if "auto_map" in fields:
+    if "auto_map" in fields and fields.get("model_type") not in known:
         raise RefusedError(
             f"{folder / 'config.json'} names code of its own (auto_map), which lindos does not run: no plan of it is "
             "proven. Use a type that transformers has, or build the model yourself and give it to Booster with rules."

@@ -13,16 +13,16 @@ import hashlib
 import json
 import os
 import re
-import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from lindos.core.errors import RefusedError
+from lindos.core.errors import DataError, RefusedError
 from lindos.core.rules import Rules
 from lindos.hf import models
+from lindos.parallel.tensor.heads import Heads
 
 SHIPPED = Path(__file__).with_name("proven.json")
 CACHE = Path.home() / ".cache" / "lindos" / "proven.json"
@@ -38,41 +38,55 @@ def name_of(model: nn.Module) -> str:
     return getattr(getattr(model, "config", None), "model_type", "") or type(model).__name__
 
 
-def lines_of(model: nn.Module, rules: Rules) -> frozenset[str]:
-    """A short hash of each rule and home with numbers folded, so that depth and sizes do not matter.
+FLAGS = re.compile(r"alibi|parallel|multi_query|new_decoder|qk_?(layer)?_?norm|position_embedding_type|attention_type")
 
-    Names start behind the prefix of the base model, so that all classes of a type are one.
+
+def lines_of(model: nn.Module, rules: Rules, heads: Mapping[str, Heads]) -> frozenset[str]:
+    """A short hash of each rule, home and flag, so that depth and sizes do not matter but all else does.
+
+    A line of a rule names the class whose forward reads the module; one of a home says how tp meets its heads; one of a
+    flag is a setting of the configuration that changes a forward without changing a module. Names start behind the
+    prefix of the base model, so that all classes of a type are one.
     """
     prefix = getattr(model, "base_model_prefix", "") + "."
+    modules = dict(model.named_modules())
     texts = set()
     for rule in rules.rules:
-        heads = rule.heads if isinstance(rule.heads, str) or rule.heads is None else "|".join(dict.fromkeys(rule.heads))
+        kinds = rule.heads if isinstance(rule.heads, str) or rule.heads is None else "|".join(dict.fromkeys(rule.heads))
         blocks = min(rule.count, 4) if rule.role != "head_parameter" else 1
         pattern, home = (_folded(name.removeprefix(prefix)) for name in (rule.pattern, rule.home))
-        texts.add(f"{pattern} {rule.role} {heads} {blocks} {rule.dim} {home}")
+        reader = modules.get(rule.pattern.rpartition(".")[0])
+        texts.add(f"{pattern} {rule.role} {kinds} {blocks} {rule.dim} {home} {_class(reader)}")
     for name, home in rules.homes.items():
-        name = _folded(name.removeprefix(prefix))
-        texts.add(f"{name} {sorted(home.local)} {sorted(home.arguments)} {home.query == home.key_value}")
+        folded = _folded(name.removeprefix(prefix))
+        texts.add(f"{folded} {heads[name].fit if name in heads else ''} {_class(modules.get(name))}")
+        texts |= {f"{folded} local {pair}" for pair in home.local} | {f"{folded} given {arg}" for arg in home.arguments}
+    config = getattr(model, "config", None)
+    for name, value in vars(config).items() if config is not None else ():
+        if FLAGS.search(name) and isinstance(value, bool | str):
+            texts.add(f"flag {name}={value}")
     return frozenset(hashlib.blake2b(text.encode(), digest_size=4).hexdigest() for text in texts)
+
+
+def _class(module: nn.Module | None) -> str:
+    if module is None or type(module).__module__.startswith("torch."):
+        return ""
+    return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
 def _folded(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "#", name)
 
 
-def shape_of(axes: dict[str, int], heads: Iterable[Any]) -> str:
+def shape_of(axes: dict[str, int], heads: Iterable[Heads]) -> str:
     """A plan's shape: the axes larger than one that change a model's modules, and how tp meets the heads.
 
     `tp`, `tp uneven` (heads do not divide), `tp shared` (fewer kv heads than ranks), ... Data parallelism and ZeRO act
     on parameters behind the modules, whatever the model is, so they are no part of it.
     """
     found = [axis for axis in ("pp", "sp", "tp") if axes.get(axis, 1) > 1]
-    heads = list(heads)
-    if any(its.sharing > 1 for its in heads):
-        found.append("shared")
-    if any(len(set(its.counts(kind))) > 1 for its in heads for kind in ("query", "key_value")):
-        found.append("uneven")
-    return " ".join(found)
+    words = {word for its in heads for word in its.fit.split()}
+    return " ".join(found + [word for word in ("shared", "uneven") if word in words])
 
 
 def twin_sizes(shape: str, tp: int) -> list[dict[str, int]]:
@@ -101,23 +115,22 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def is_proven(name: str, lines: frozenset[str], shape: str, version: str | None = None) -> bool:
-    """Whether the rules of a type were shown to be equal for a plan shape with this transformers minor."""
+    """Whether every line of a type was shown to be equal with this transformers minor, and nothing to differ."""
     version = minor(version or models.version())
-    for path in (CACHE, SHIPPED):
-        entry = read(path).get(version, {}).get(name)
-        if entry and entry.get("shapes", {}).get(shape) == "equal" and lines <= set(entry.get("lines", ())):
-            return True
-    return False
+    entries = [read(path).get(version, {}).get(name, {}) for path in (CACHE, SHIPPED)]
+    if any(entry.get("shapes", {}).get(shape) == "differs" for entry in entries):
+        return False
+    return bool(lines) and lines <= {line for entry in entries for line in entry.get("lines", ())}
 
 
-def check(model: nn.Module, rules: Rules, shape: str, tp: int) -> None:
+def check(model: nn.Module, rules: Rules, heads: Mapping[str, Heads], axes: dict[str, int]) -> None:
     """Refuse inferred rules that nobody has proven.
 
     Raises:
         RefusedError: says how to prove them here.
     """
-    name = name_of(model)
-    if not shape or is_proven(name, lines_of(model, rules), shape):
+    name, shape, tp = name_of(model), shape_of(axes, heads.values()), axes["tp"]
+    if is_proven(name, lines_of(model, rules, heads), shape):
         return
     sizes = ",".join(f"{word}={size}" for word, size in twin_sizes(shape, tp)[0].items())
     how = f"lindos prove --type {name} --tp {tp}{f' --twin {sizes}' * bool(sizes)}"
@@ -128,22 +141,29 @@ def check(model: nn.Module, rules: Rules, shape: str, tp: int) -> None:
     )
 
 
-def remember(name: str, lines: Iterable[str], shape: str, path: Path | None = None) -> None:
-    """Add a verdict "equal" to a table; lines that another configuration has proven stay."""
+def remember(name: str, lines: Iterable[str], shape: str, verdict: str = "equal", path: Path | None = None) -> None:
+    """Add a verdict to a table; lines that another configuration has proven stay."""
     path = path or CACHE
     table = json.loads(json.dumps(read(path)))
     entry = table.setdefault(minor(models.version()), {}).setdefault(name, {})
-    entry["lines"] = sorted({*entry.get("lines", ()), *lines})
-    entry.setdefault("shapes", {})[shape] = "equal"
+    if verdict == "equal":
+        entry["lines"] = sorted({*entry.get("lines", ()), *lines})
+        entry.pop("reason", None)
+    entry.setdefault("shapes", {})[shape] = verdict
     write(path, table)
 
 
 def write(path: Path, table: dict[str, Any]) -> None:
-    """Replace a table by one rename; a folder that cannot be written leaves no memory and no error."""
+    """Replace a table by one rename. A memory that cannot be kept in the user's folder is no error; any other is.
+
+    Raises:
+        DataError: the folder cannot be written.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-            file.write(json.dumps(table, indent=1, sort_keys=True) + "\n")
-        os.replace(file.name, path)
-    except OSError:
-        pass
+        part = path.with_suffix(f".{os.getpid()}.part")
+        part.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n", "utf-8")
+        os.replace(part, path)
+    except OSError as error:
+        if path != CACHE:
+            raise DataError(f"the table {path} cannot be written: {error.strerror}.") from error

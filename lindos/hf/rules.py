@@ -1,4 +1,4 @@
-"""Rules read from a transformers model's own tensor-parallel plan."""
+"""The rules of a model for tensor parallelism, and the styles that transformers' own plans may name."""
 
 from __future__ import annotations
 
@@ -8,42 +8,22 @@ from lindos.core.errors import RefusedError
 from lindos.core.rules import Rules
 from lindos.hf.infer import infer
 
-# Style names of transformers 4.57 to 5.24 and the roles that they mean; None: what the module's own role settles.
-STYLES: dict[str, str | None] = {
-    "colwise": "column",
-    "rowwise": "row",
-    "colwise_gather_output": "gathered_column",
-    "colwise_rep": "gathered_column",
-    "rowwise_split_input": "split_row",
-    "rowwise_rep": "split_row",
-    "embedding_rowwise": "vocabulary_embedding",
-    "embedding_colwise": None,
-    "packed_colwise": None,
-    "packed_rowwise": None,
-    "local_colwise": None,
-    "local_rowwise": None,
-    "local_packed_rowwise": None,
-    "local_params": None,
-    "local": None,
-    "gather": None,
-    "replicate": "whole",
-    "sequence_parallel": None,
-    "replicated_with_grad_allreduce": "head_norm",
-    "mla_kv_a_proj": "latent",
-    "all_reduce": None,
-    "moe_tp_experts": "experts",
-    "moe_identity_expert": None,
-    "grouped_gemm": None,
-    "ep_router": None,
-    "ep_dispatch_experts": None,
-}
+# Style names of transformers 4.57 to 5.24. Rules come from structure; a plan with another word is of a transformers
+# that may mean what structure cannot see, so it is refused by name.
+STYLES = frozenset((
+    "colwise", "rowwise", "colwise_gather_output", "colwise_rep", "rowwise_split_input", "rowwise_rep",
+    "embedding_rowwise", "embedding_colwise", "packed_colwise", "packed_rowwise", "local_colwise", "local_rowwise",
+    "local_packed_rowwise", "local_params", "local", "gather", "replicate", "sequence_parallel",
+    "replicated_with_grad_allreduce", "mla_kv_a_proj", "all_reduce", "moe_tp_experts", "moe_identity_expert",
+    "grouped_gemm", "ep_router", "ep_dispatch_experts",
+))  # fmt: skip
 
 
 def rules_of(model: nn.Module, parts: int) -> Rules:
-    """The rules of a model for tp = `parts`: by structure, with its plan read for what structure does not know.
+    """The rules of a model for tp = `parts`, by structure.
 
     Raises:
-        RefusedError: the plan names a style that this table does not know.
+        RefusedError: the model's plan names a style that this table does not know.
     """
     kind = type(model).__name__
     for pattern, style in plan_of(model).items():

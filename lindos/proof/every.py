@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ import torch
 
 from lindos.booster.compose import ledger_of
 from lindos.comm.ranks import Ranks, pool
-from lindos.core.errors import LindosError
+from lindos.core.errors import InputError, RefusedError, nearest
 from lindos.core.mesh import Mesh
 from lindos.hf import models, proven, twin
 from lindos.proof.case import Case
@@ -26,7 +27,7 @@ class Line:
     Attributes:
         type: of transformers.
         shape: of the plan, as the table has it.
-        verdict: "equal", "refused" or "differs".
+        verdict: "equal", "refused", "differs", or "failed" where the model breaks under the plan.
         reason: why it was refused or where it differs.
         cut: share of the default configuration's parameters that are really cut, tables and the vocabulary left out.
         rules: hashes of its rules.
@@ -68,6 +69,9 @@ def prove_all(
     """
     models.quiet()
     wanted = list(twin.types() if types is None else types)
+    for name in wanted:
+        if name not in twin.types():
+            raise InputError(f"{name!r} is no causal type of transformers: {nearest(name, twin.types())[:300]}")
     pool_of_ranks, lines = ranks or pool(), []
     for number, name in enumerate(wanted, 1):
         started = time.monotonic()
@@ -75,7 +79,7 @@ def prove_all(
         line.seconds = time.monotonic() - started
         lines.append(line)
         (show or _say)(f"{number:3}/{len(wanted)} {line.text()}")
-        if table is not None:
+        if table is not None and (line.shape or line.verdict == "refused"):
             _record(table, line)
     return lines
 
@@ -88,17 +92,20 @@ def _line(model_type: str, ranks: Ranks, options: dict[str, Any]) -> Line:
     line = Line(model_type)
     try:
         report = prove(type=model_type, ranks=ranks, **options)
-        line.verdict = report.verdict
-        first = report.differences[0].text() + "; " if report.differences else ""
-        line.reason = first + report.reason
-        model = report.case.model(torch.float32)
-        read, line.shape = rules_and_shape(model, report.case.plugin)
-        line.rules = proven.lines_of(model, read.rules)
-        line.cut = share_cut(model_type, report.case)
-    except LindosError as error:
-        line.verdict, line.reason = "refused", _last(str(error))
-    except Exception as error:  # whatever transformers raises: the type cannot be trained as it is
-        line.verdict, line.reason = "refused", f"{type(error).__name__}: {_last(str(error))}"
+    except (InputError, RefusedError) as error:
+        line.reason = _last(str(error))
+        return line
+    except Exception as error:  # the model breaks when it is cut: a fault, whoever makes it
+        line.verdict, line.reason = "failed", f"{type(error).__name__}: {_last(str(error))}"
+        return line
+    line.verdict = report.verdict
+    line.reason = (report.differences[0].text() + "; " if report.differences else "") + report.reason
+    case = report.case
+    if line.verdict != "refused" and case.plugin.tp > 1 and case.plugin.rules is None:
+        model = case.model(torch.float32)
+        read, line.shape = rules_and_shape(model, case.plugin)
+        line.rules = proven.lines_of(model, read.rules, read.heads)
+        line.cut = share_cut(model_type, case)
     return line
 
 
@@ -120,17 +127,11 @@ def share_cut(model_type: str, case: Case) -> float:
 
 
 def _record(table: Path, line: Line) -> None:
-    found = dict(proven.read(table))
-    of_minor = found.setdefault(proven.minor(models.version()), {})
-    entry = dict(of_minor.get(line.type, {}))
-    if line.verdict == "equal":
-        entry["lines"] = sorted({*entry.get("lines", ()), *line.rules})
-    entry["shapes"] = {**entry.get("shapes", {}), **({line.shape: line.verdict} if line.shape else {})}
-    if line.verdict != "equal":
-        entry["reason"] = line.reason
-    if line.cut:
-        entry["cut"] = round(line.cut, 3)
-    of_minor[line.type] = entry
+    if line.shape:
+        proven.remember(line.type, line.rules, line.shape, line.verdict, table)
+    found = json.loads(json.dumps(proven.read(table)))
+    entry = found.setdefault(proven.minor(models.version()), {}).setdefault(line.type, {})
+    entry.update({"cut": round(line.cut, 3)} if line.cut else {}, **({"reason": line.reason} if line.reason else {}))
     proven.write(table, found)
 
 
@@ -168,10 +169,13 @@ def page(table: Path) -> str:
 
 def summary(lines: list[Line]) -> str:
     """Counts, in words."""
-    count = {verdict: sum(line.verdict == verdict for line in lines) for verdict in ("equal", "refused", "differs")}
+    count = {
+        verdict: sum(line.verdict == verdict for line in lines) for verdict in ("equal", "refused", "differs", "failed")
+    }
     wide = sum(line.cut >= 0.6 for line in lines if line.verdict == "equal")
     total = sum(line.seconds for line in lines)
     return (
-        f"{len(lines)} types: {count['equal']} equal, {count['refused']} refused, {count['differs']} differ; "
+        f"{len(lines)} types: {count['equal']} equal, {count['refused']} refused, {count['differs']} differ, "
+        f"{count['failed']} fail; "
         f"{wide} with at least 60 % of their inner parameters cut; {total / 60:.1f} minutes"
     )

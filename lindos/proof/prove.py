@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -74,8 +75,8 @@ def prove(
     except (RefusedError, LayoutError, RulesError) as error:
         report.verdict, report.reason = "refused", str(error)
     report.seconds = time.monotonic() - started
-    if report.verdict == "equal" and plan.rules is None and not case.fault:
-        _remember(case)
+    if report.verdict != "refused":
+        remember(case, report.verdict)
     return report
 
 
@@ -97,13 +98,15 @@ def _sizes_like(folder: str, plan: Plugin) -> tuple[tuple[str, Any], ...]:
     return ()
 
 
-def _remember(case: Case) -> None:
-    """What was equal here may be trained here: the rules go into this machine's table."""
-    if case.plugin.tp == 1:
-        return
+def remember(case: Case, verdict: str, path: Path | None = None) -> Tensor | None:
+    """What was proven here of inferred rules goes into this machine's table, or another."""
+    if case.plugin.tp == 1 or case.plugin.rules is not None or case.fault:
+        return None
     model = case.model(torch.float32)
     read, shape = rules_and_shape(model, case.plugin)
-    proven.remember(proven.name_of(model), proven.lines_of(model, read.rules), shape)
+    lines = proven.lines_of(model, read.rules, read.heads)
+    proven.remember(proven.name_of(model), lines, shape, verdict, path)
+    return read
 
 
 def rules_and_shape(model: torch.nn.Module, plugin: Plugin) -> tuple[Tensor, str]:

@@ -51,7 +51,7 @@ def test_a_rule_that_matches_nothing_or_twice_is_refused_on_all_ranks(ranks):
 
 
 def test_a_folder_with_code_of_its_own_is_refused(tmp_path):
-    config = {"model_type": "llama", "auto_map": {"AutoModelForCausalLM": "modeling.Theirs"}}
+    config = {"model_type": "theirs", "auto_map": {"AutoModelForCausalLM": "modeling.Theirs"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(RefusedError, match="auto_map"):
         lindos.from_pretrained(tmp_path)

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from lindos.core.errors import RefusedError
-from lindos.core.rules import ROLES
 from lindos.hf import proven, rules
 from lindos.hf.infer import infer
 from lindos.hf.rules import STYLES, rules_of
 from lindos.hf.twin import twin
+from lindos.parallel.tensor.kind import Tensor
 
 
 def roles(model_type: str, parts: int = 2, **sizes) -> dict:
@@ -106,12 +106,48 @@ def test_an_unknown_style_is_refused_by_name(monkeypatch):
 def test_every_style_of_this_transformers_is_known():
     from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
 
-    assert set(ALL_PARALLEL_STYLES.keys()) <= set(STYLES)
-    assert {role for role in STYLES.values() if role} <= set(ROLES)
+    assert set(ALL_PARALLEL_STYLES.keys()) <= STYLES
+
+
+def lines(model, parts: int = 2) -> frozenset[str]:
+    read = Tensor(infer(model, parts)).read(model, parts)
+    return proven.lines_of(model, read.rules, read.heads)
 
 
 def test_depth_and_sizes_do_not_change_the_lines_of_a_type():
     small, large = twin("llama", dtype=torch.float32), twin("llama", dtype=torch.float32, layers=4, heads=8)
-    assert proven.lines_of(small, infer(small, 2)) == proven.lines_of(large, infer(large, 2))
-    other = twin("qwen3", dtype=torch.float32)
-    assert proven.lines_of(small, infer(small, 2)) != proven.lines_of(other, infer(other, 2))
+    assert lines(small) == lines(large)
+    assert lines(twin("llama", dtype=torch.float32, heads=8, kv_heads=2)) == lines(large)
+    assert lines(twin("llama", dtype=torch.float32, heads=6, kv_heads=3)) != lines(large)
+    assert lines(small) != lines(twin("qwen3", dtype=torch.float32))
+
+
+def test_another_class_or_flag_is_another_line():
+    model = twin("llama", dtype=torch.float32)
+    before = lines(model)
+    attention = model.model.layers[0].self_attn
+    attention.__class__ = type("Mixing", (type(attention),), {"forward": type(attention).forward})
+    assert not lines(model) <= before
+    plain, alibi = (twin("falcon", dtype=torch.float32, alibi=value) for value in (False, True))
+    assert not lines(alibi) <= lines(plain)
+
+
+class Mlp(nn.Module):
+    def __init__(self, **parts) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(24, 40), nn.Linear(24, 40), nn.Linear(40, 24)
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, x):
+        return x
+
+
+def test_what_an_mlp_learns_besides_its_products_is_known_or_leaves_it_whole():
+    scale, inner = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(40))
+    model = nn.Sequential(Mlp(), Mlp(scale=scale), Mlp(inner=inner), Mlp(sub_norm=nn.LayerNorm(40)), Mlp(x=nn.PReLU(3)))
+    found = infer(model, 2)
+    assert {name for name in found.left} == {"1", "4"}
+    roles_of = {rule.pattern: rule.role for rule in found.rules}
+    assert roles_of["2.inner"] == "head_parameter"
+    assert roles_of["3.sub_norm"] == "wide_norm"

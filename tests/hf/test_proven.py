@@ -9,6 +9,7 @@ from lindos.hf import proven
 from lindos.hf.infer import infer
 from lindos.hf.twin import twin
 from lindos.parallel.tensor.heads import Heads
+from lindos.parallel.tensor.kind import Tensor
 
 
 def test_the_shape_of_a_plan_says_how_tp_meets_the_heads():
@@ -21,7 +22,8 @@ def test_the_shape_of_a_plan_says_how_tp_meets_the_heads():
 def test_the_table_that_ships_covers_the_rules_of_today(model_type):
     """A change of inference makes old verdicts void: prove again (lindos prove --all --table)."""
     model = twin(model_type, dtype=torch.float32)
-    assert proven.is_proven(proven.name_of(model), proven.lines_of(model, infer(model, 2)), "tp")
+    read = Tensor(infer(model, 2)).read(model, 2)
+    assert proven.is_proven(model_type, proven.lines_of(model, read.rules, read.heads), "tp")
 
 
 def boosted(world, unproven):
@@ -56,6 +58,16 @@ def test_rules_outside_the_table_are_refused_until_proven_or_accepted(ranks, tmp
 
 
 def test_a_block_that_no_proof_has_seen_is_not_covered_by_its_type(tmp_path):
-    proven.remember("llama", ["aaaa"], "tp", tmp_path / "t.json")
+    proven.remember("llama", ["aaaa"], "tp", path=tmp_path / "t.json")
     entry = proven.read(tmp_path / "t.json")[proven.minor(lindos.hf.models.version())]["llama"]
     assert entry == {"lines": ["aaaa"], "shapes": {"tp": "equal"}}
+
+
+def test_a_difference_anywhere_takes_an_old_verdict_away(tmp_path, monkeypatch):
+    monkeypatch.setattr(proven, "CACHE", tmp_path / "cache.json")
+    monkeypatch.setattr(proven, "SHIPPED", tmp_path / "shipped.json")
+    proven.remember("llama", ["aaaa"], "tp", path=proven.SHIPPED)
+    assert proven.is_proven("llama", frozenset(["aaaa"]), "tp")
+    proven.remember("llama", ["aaaa"], "tp", "differs")
+    assert not proven.is_proven("llama", frozenset(["aaaa"]), "tp")
+    assert not proven.is_proven("llama", frozenset(["aaaa", "bbbb"]), "tp shared")

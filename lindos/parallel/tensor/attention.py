@@ -12,11 +12,8 @@ from torch import nn
 from lindos.comm.world import World
 from lindos.core.layout import Pieces
 from lindos.core.rules import Home
-from lindos.parallel.tensor.heads import KEY_VALUE, QUERY, Heads
+from lindos.parallel.tensor.heads import KEY_VALUE, QUERY, RATIO, WIDTH, Heads
 from lindos.parallel.tensor.roles import AXIS
-
-RATIO = ("num_key_value_groups",)
-WIDTH = ("split_size", "embed_dim", "all_head_size", "hidden_size", "inner_dim")
 
 
 def localise(

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lindos.comm.world import World
-from lindos.core.errors import RefusedError
+from lindos.core.errors import InputError, RefusedError
 from lindos.core.layout import Pieces
 from lindos.core.rules import Rule
 from lindos.parallel import products
@@ -256,7 +256,11 @@ def _vocabulary_embedding(site: Site) -> Forward:
     if padding is not None:
         module.padding_idx = padding - start if start <= padding < start + rows else None  # type: ignore[assignment]
 
+    total = site.size(0)
+
     def forward(ids: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+        if ids.device.type == "cpu" and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < total:
+            raise InputError(f"{name}: ids must be in 0..{total - 1}; got {int(ids.min())}..{int(ids.max())}.")
         foreign = (ids < start) | (ids >= start + rows)
         local = own((ids - start).masked_fill(foreign, 0), *rest, **options)
         # Whatever the class does after its lookup (gemma scales) is done to zeros of foreign ids, then summed once.

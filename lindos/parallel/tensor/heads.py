@@ -16,9 +16,11 @@ from lindos.core.errors import LayoutError, RefusedError
 from lindos.core.layout import Pieces, by_units
 from lindos.core.rules import Home, Rule
 
-HEAD_SIZE = ("head_dim", "attention_head_size", "head_size")
-QUERY = ("num_heads", "num_attention_heads", "n_head", "n_heads")
-KEY_VALUE = ("num_key_value_heads", "num_kv_heads")
+HEAD_SIZE = ("head_dim", "attention_head_size", "head_size", "dim_head", "key_value_proj_dim")
+QUERY = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_attn_heads")
+KEY_VALUE = ("num_key_value_heads", "num_kv_heads", "kv_heads")
+RATIO = ("num_key_value_groups", "num_queries_per_kv")
+WIDTH = ("split_size", "embed_dim", "all_head_size", "hidden_size", "inner_dim", "attention_hidden_size")
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,13 @@ class Heads:
         return self.parts // self.key_value if self.key_value < self.parts else 1
 
     @property
+    def fit(self) -> str:
+        """How tp meets the heads: "even", "uneven" or "shared", or both of the last."""
+        uneven = any(len(set(self.counts(kind))) > 1 for kind in ("query", "key_value"))
+        words = ["shared"] * (self.sharing > 1) + ["uneven"] * uneven
+        return " ".join(words) or "even"
+
+    @property
     def shared_axis(self) -> str:
         """Name of the sub-axis over which neighbours hold the same kv head."""
         return f"kv{self.key_value}_shared"
@@ -61,7 +70,8 @@ class Heads:
     def counts(self, kind: str = "query") -> tuple[int, ...]:
         """Heads of each rank."""
         if self.sharing > 1:
-            return (self.query // self.parts if kind == "query" else 1,) * self.parts
+            each = near_even(self.query // self.key_value, self.sharing) if kind == "query" else (1,) * self.sharing
+            return each * self.key_value
         groups = near_even(self.key_value, self.parts)
         ratio = self.query // self.key_value if kind == "query" else 1
         return tuple(ratio * count for count in groups)
@@ -91,7 +101,7 @@ class Heads:
 
 
 def _fits(query: int, key_value: int, parts: int) -> bool:
-    return query >= parts and (key_value >= parts or (parts % key_value == 0 and query % parts == 0))
+    return query >= parts and (key_value >= parts or parts % key_value == 0)
 
 
 def near_even(count: int, parts: int) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lindos.comm.world import World
+from lindos.core.errors import RulesError, nearest
 from lindos.core.ledger import ITEM_BYTES, Entry, Ledger
 from lindos.core.mesh import Mesh
 from lindos.core.rules import Rule, Rules
@@ -18,6 +19,9 @@ from lindos.parallel.tensor.forwards import Crossing, install
 from lindos.parallel.tensor.heads import Heads, all_heads, home_of, input_dim
 from lindos.parallel.tensor.roles import AXIS, Partial, write
 from lindos.parallel.tensor.tables import table_of
+
+WEIGHTED = ("column", "row", "gathered_column", "split_row", "inner_column", "whole_output", "vocabulary_embedding",
+            "vocabulary_head", "wide_norm", "group_norm", "convolution", "head_table")  # fmt: skip
 
 
 class Tensor:
@@ -46,6 +50,7 @@ class Tensor:
         names += [name for name, _ in model.named_parameters(remove_duplicate=False)]
         names += [name for name, _ in model.named_buffers()]
         self.model, self.resolved = model, self.rules.resolve(names)
+        _check(self.resolved, model)
         self.heads = all_heads(self.resolved, self.rules.homes, dict(model.named_modules()), parts)
         return self
 
@@ -130,6 +135,32 @@ class Tensor:
         for box in entry.in_use.boxes(world.mesh):
             local[tuple(slice(a, b) for a, b in box.local)] = whole[tuple(slice(a, b) for a, b in box.full)]
         modules[home]._buffers[suffix] = local
+
+
+def _check(resolved: dict[str, Rule], model: nn.Module) -> None:
+    """
+    Raises:
+        RulesError: a home that is no module, a role that needs a weight on what has none, a dim that is not there.
+    """
+    modules = dict(model.named_modules())
+    for name, rule in resolved.items():
+        if rule.home and rule.home not in modules:
+            raise RulesError(
+                f"rule {rule.pattern!r}: home={rule.home!r} is no module: {nearest(rule.home, modules)[:300]}."
+            )
+        weight = modules[name]._parameters.get("weight") if name in modules else None
+        if name in modules and rule.role in WEIGHTED and (weight is None or weight.dim() < 1):
+            kind = type(modules[name]).__name__
+            raise RulesError(
+                f"rule {rule.pattern!r}: role {rule.role!r} needs a module with a weight; {name} is a {kind}."
+            )
+        if name not in modules:
+            owner, _, leaf = name.rpartition(".")
+            tensor = modules[owner]._parameters.get(leaf, modules[owner]._buffers.get(leaf))
+            if rule.role not in ("head_parameter", "activation_parameter", "whole"):
+                raise RulesError(f"rule {rule.pattern!r}: role {rule.role!r} is of modules; {name} is a parameter.")
+            if tensor is not None and not 0 <= rule.dim < max(1, tensor.dim()):
+                raise RulesError(f"rule {rule.pattern!r}: dim={rule.dim} is no dim of {name} {list(tensor.shape)}.")
 
 
 def _bytes(entry: Entry) -> int:

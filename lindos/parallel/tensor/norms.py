@@ -19,8 +19,11 @@ from lindos.parallel.tensor import ops
 
 SUMS = (torch.sum, torch.Tensor.sum)
 MEANS = (torch.mean, torch.Tensor.mean)
-OTHERS = (torch.var, torch.Tensor.var, torch.std, torch.Tensor.std, torch.norm, torch.Tensor.norm,
-          torch.linalg.vector_norm, F.normalize, torch.var_mean, F.group_norm)  # fmt: skip
+OTHERS = (
+    torch.amax, torch.Tensor.amax, torch.max, torch.Tensor.max, torch.linalg.norm, torch.linalg.vector_norm, torch.var,
+    torch.Tensor.var, torch.std, torch.Tensor.std, torch.var_mean, torch.norm, torch.Tensor.norm, F.normalize,
+    F.group_norm,
+)  # fmt: skip
 
 
 class Spread(TorchFunctionMode):
@@ -37,11 +40,13 @@ class Spread(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in MEANS and _over_last(*args, **kwargs):
-            dtype = kwargs.get("dtype")
-            x = args[0] if dtype is None else args[0].to(dtype)
+        if func in (*MEANS, *SUMS) and not _over_last(*args, **kwargs):
+            raise RefusedError(f"{self.name}: a norm that reduces over more than the last dim cannot be cut.")
+        if func in MEANS:
+            dtype, x = kwargs.get("dtype"), args[0] if args else kwargs["input"]
+            x = x if dtype is None else x.to(dtype)
             return self._mean(x, kwargs.get("keepdim", len(args) > 2 and bool(args[2])))
-        if func in SUMS and _over_last(*args, **kwargs):
+        if func in SUMS:
             return self._both(func(*args, **kwargs))
         if func is F.layer_norm:
             return self._layer_norm(*args, **kwargs)
@@ -76,7 +81,8 @@ class Spread(TorchFunctionMode):
         return y if weight is None else y * weight
 
 
-def _over_last(x: torch.Tensor, dim: Any = None, *_: Any, **__: Any) -> bool:
+def _over_last(input: torch.Tensor, dim: Any = None, *_: Any, **__: Any) -> bool:
+    x = input
     dims = dim if isinstance(dim, tuple | list) else (dim,)
     return len(dims) == 1 and isinstance(dims[0], int) and dims[0] % x.dim() == x.dim() - 1
 
