@@ -8,6 +8,7 @@ the block's Python code (memory/tape.py), except in compiled blocks, which have 
 from __future__ import annotations
 
 import functools
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -131,7 +132,8 @@ class Recompute:
             the first shape one exchange through the store too.
 
         Raises:
-            InputError: on all ranks, after the first forward: the budget is smaller than what recompute="full" keeps.
+            InputError: on all ranks, after the first forward: the budget is smaller than what recompute="full" keeps. A
+                later shape that is too large runs as "full", with a warning.
         """
         self._before, self._parameters, self._seen = None, self._storages(), {}
         if isinstance(self.setting, str) or not torch.is_grad_enabled():
@@ -158,11 +160,16 @@ class Recompute:
         least = saved.device_bytes + saved.host_bytes
         largest = self._largest(least)
         if self.setting < largest:
-            raise InputError(
+            text = (
                 f"recompute={self.setting}: the smallest budget for this model and micro-batch is {largest} bytes "
                 f"({text_of_bytes(largest)}), what recompute='full' keeps on the rank that keeps most. Give at least "
-                "that, smaller micro-batches, or activations='host'."
+                "that, or smaller micro-batches."
             )
+            if not self.shares:
+                raise InputError(text)
+            # Ranks of other dp coordinates may have seen this shape before: an error here would be theirs alone.
+            warnings.warn(f"{text} A batch of a new shape runs as recompute='full', over the budget.", stacklevel=2)
+            return [Share(False, small) for small, _, _ in calls]
         rooms = [max(0, full - small) for small, full, _ in calls]
         spare = self.setting - least
         fits = spare >= sum(rooms)
