@@ -22,8 +22,11 @@ def infer(model: nn.Module, parts: int, text_only: bool = True) -> Rules:
 
     Args:
         model: on any device, meta too; only names, shapes and attributes are read.
-        parts: tp: heads that it cannot cut leave their block whole, with the reason.
+        parts: tp.
         text_only: leave towers for images and sound whole.
+
+    Raises:
+        LayoutError: tp cannot cut the heads of a block; says which sizes can.
     """
     modules = dict(model.named_modules())
     found = Found()
@@ -51,16 +54,17 @@ def _block(found: Found, name: str, module: nn.Module, modules: dict[str, nn.Mod
             if any(rule.pattern in found.rules for rule in block.rules):
                 return
             _check(block, parts)
-        except (Left, LayoutError) as reason:
+        except Left as reason:
             found.left[name] = str(reason)
             return
+        except LayoutError as error:
+            raise LayoutError(f"{name}: {error}") from None
         found.add(block)
         return
 
 
 def _check(block: Block, parts: int) -> None:
-    """Heads that tp cannot cut are a reason to leave the block whole.
-
+    """
     Raises:
         LayoutError: they cannot.
     """

@@ -79,7 +79,7 @@ def prove_all(
         line.seconds = time.monotonic() - started
         lines.append(line)
         (show or _say)(f"{number:3}/{len(wanted)} {line.text()}")
-        if table is not None and (line.shape or line.verdict == "refused"):
+        if table is not None and (line.shape or (line.verdict == "refused" and "twin" not in options)):
             _record(table, line)
     return lines
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lindos.core.errors import RefusedError
+from lindos.core.errors import LayoutError, RefusedError
 from lindos.hf import proven, rules
 from lindos.hf.infer import infer
 from lindos.hf.rules import STYLES, rules_of
@@ -79,10 +79,9 @@ def test_an_unknown_child_leaves_its_block_whole_and_is_named():
     assert "extra" in found.left["1"]
 
 
-def test_heads_that_tp_cannot_cut_leave_their_block_whole_and_say_what_fits():
-    found = infer(nn.Sequential(Attention()), 3)
-    assert not found.rules
-    assert "4 query heads over 2 kv heads" in found.left["0"]
+def test_heads_that_tp_cannot_cut_are_an_error_that_says_what_fits():
+    with pytest.raises(LayoutError, match=r"0: tp=3 cannot cut 4 query heads over 2 kv heads. Use tp in \[1, 2, 4\]"):
+        infer(nn.Sequential(Attention()), 3)
 
 
 def test_kinds_that_a_forward_entangles_stay_whole_by_name():

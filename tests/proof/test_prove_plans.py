@@ -46,7 +46,6 @@ def test_uneven_heads_are_equal_too(ranks):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"type": "gpt2", "tp": 2}, "no tensor-parallel plan"),
         ({"type": "llama", "tp": 2, "pp": 2}, "pipeline parallelism is not served yet"),
         ({"type": "llama", "dp": 2, "plugin": "zero1"}, "not served yet"),
         ({"type": "llama", "tp": 8}, "tp=8 cannot cut 4 query heads"),
