@@ -16,6 +16,7 @@ import torch
 from lindos.booster.booster import Booster
 from lindos.core.errors import InputError, nearest
 from lindos.memory.chunk import Chunk, Phase
+from lindos.parallel.tensor.heads import home_of
 
 Patches = list[Any]
 
@@ -84,11 +85,12 @@ def _wrong_kv_group(booster: Booster) -> Patches:
     assert plan is not None
     assert plan.tensor is not None
     for name, rule in plan.tensor.resolved.items():
-        heads = plan.tensor.heads.get(name)
+        heads = plan.tensor.heads.get(home_of(name, rule))
         if heads and rule.heads == "key_value":
             for entry in plan.ledger.of("parameter"):
                 if entry.name.rpartition(".")[0] == name:
-                    rolled = booster.full(entry.name).roll(-heads.size, 0)
+                    whole = booster.full(entry.name)
+                    rolled = whole.roll(-(whole.shape[0] // heads.key_value), 0)
                     local = plan.data.value(entry.name)
                     for box in entry.at_rest.boxes(plan.world.mesh):
                         part = rolled[tuple(slice(a, b) for a, b in box.full)]

@@ -41,7 +41,8 @@ def on_ranks(world: World, case: Case, optimizer: str, dtype: torch.dtype) -> Si
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     made = OPTIMIZERS[optimizer](model.parameters())
     rates = schedule(made)
-    loss = next_token if models.other_loss(model) else None  # the reference's own, where the model has another
+    other = case.kind_meant == "causal" and models.other_loss(model)
+    loss = next_token if other else None  # what the reference computes, where the model's own loss is another
     plugin = dataclasses.replace(case.plugin, unproven=True)
     options = {"max_norm": case.max_norm, "micro_batches": case.micro_batches, "allow": ("whole",)}
     booster = Booster(plugin, loss=loss, **options)

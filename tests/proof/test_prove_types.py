@@ -14,17 +14,14 @@ UNEVEN = {"heads": 6, "kv_heads": 3}
     [
         ("bloom", None, 2, {}),  # q, k, v interleaved by head, alibi
         ("falcon", None, 2, {}),  # one kv head, parallel attention
-        ("codegen", None, 2, {}),  # q, v, k in four slices
         ("deepseek_v3", None, 2, {}),  # latents, shared experts
         ("gpt_oss", None, 2, {}),  # sinks, biases of experts
         ("dbrx", None, 2, {}),  # experts side by side in two dims
         ("bitnet", None, 2, {}),  # norms over all heads and over the inner features
         ("apertus", None, 2, {}),  # an activation that learns
         ("longcat_flash", None, 2, {}),  # experts that return their input
-        ("falcon_mamba", None, 2, {}),  # state space by channels
         ("mamba2", None, 2, {}),  # state space by heads, one group
         ("qwen3_next", None, 2, {}),  # delta rule, gates in q
-        ("recurrent_gemma", None, 2, {}),
         ("zamba2", None, 2, {}),  # shared blocks with adapters
         ("phi3", None, 4, SHARED),  # shared lines of a fused product
         ("olmo2", None, 4, SHARED),  # a norm over shared kv heads
@@ -33,7 +30,6 @@ UNEVEN = {"heads": 6, "kv_heads": 3}
         ("vit", "image", 2, {}),
         ("t5", "conditional", 2, {}),  # relative biases by head
         ("bart", "conditional", 2, {}),  # a bias on the logits
-        ("whisper", "conditional", 2, {}),
     ],
 )
 def test_a_kind_of_block_is_equal(ranks, model_type, kind, tp, sizes):
