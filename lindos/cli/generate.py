@@ -40,7 +40,7 @@ def _parser() -> Parser:
     parser.add_argument("--stream", action="store_true", help="print as it goes")
     parser.add_argument("--chat", action="store_true", help="the prompt opens a conversation (the chat template)")
     parser.add_argument("--tp", type=int, default=None, help="tensor parallel ranks (all there are; see --nproc)")
-    parser.add_argument("--rules", help="TOML file of rules, for --tp with a type that has no plan")
+    parser.add_argument("--rules", help="TOML file of rules, for --tp with a type that the table does not cover")
     parser.add_argument("--tokenizer", help="folder of the tokenizer (the model's)")
     parser.add_argument("--model", help="folder with config.json, for a checkpoint that is in no run's folder")
     parser.add_argument("--trust-remote-code", "--trust_remote_code", action="store_true", help="run the folder's code")

@@ -66,6 +66,7 @@ ENTANGLED = {
     "LEDDecoderAttention": "its forward reshapes by the hidden size",
     "ProphetNetAttention": "its mask comes with all heads",
     "MobileBertLMPredictionHead": "it joins its weight with another one",
+    "MllamaTextCrossAttention": "text alone does not reach it",
     "BltCrossAttention": "its norms stand before the projections",
     "DiffLlamaAttention": "it mixes the values of distant heads",
 }
@@ -134,12 +135,14 @@ class Block:
         heads: str | tuple[str, ...] | None = None,
         blocks: int | tuple[int, ...] = 1,
         dim: int = 0,
+        own: bool = False,
     ) -> None:
+        """One rule; heads are those of this block, or of the match's own parent (`own`)."""
         outside = path.startswith("..")
         path = path if outside else self.path(path)
         full = f"{self.name.rpartition('.')[0]}.{path[2:]}" if outside else f"{self.name}.{path}"
         nested = outside or "." in path
-        home = self.name if nested and heads else ""
+        home = self.name if nested and heads and not own else ""
         self.rules.append(Rule(full.lstrip("."), role, blocks, heads, home, dim, "inferred"))
 
     def rest(self, *known: str) -> Iterator[str]:

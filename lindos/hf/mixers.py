@@ -137,28 +137,21 @@ def kimi_delta(block: Block) -> bool:
     block.rule("conv1d", "convolution", ("query",) * 3, (width,) * 3)
     gate = block.child("forget_gate")
     assert gate is not None
+    alone = hasattr(gate, "num_heads")  # then it counts heads by itself
     for name in ("f_b_proj", "f_proj"):
         if hasattr(gate, name):
-            block.rule(f"forget_gate.{name}", "column", "query")
+            block.rule(f"forget_gate.{name}", "column", "query", own=alone)
     for name, parameter in gate.named_parameters(recurse=False):
         whole = parameter.numel() == parameter.shape[-1] if parameter.dim() else False
         dim = parameter.dim() - 1 if whole else next((d for d, n in enumerate(parameter.shape) if n % heads == 0), 0)
-        block.rule(f"forget_gate.{name}", "head_parameter", "query", dim=dim)
+        block.rule(f"forget_gate.{name}", "head_parameter", "query", dim=dim, own=alone)
     block.rule("o_norm", "head_norm")
     block.rule("o_proj", "row", "query")
     _only(block, *known)
     _home(block, heads, heads, ("num_heads", "query"), ("qkv_dim", "query"), ("conv_dim", "=conv1d"))
-    if hasattr(gate, "num_heads"):
-        inner = f"{block.name}.forget_gate"
-        block.homes[inner] = Home(heads, heads, (("num_heads", "query"),))
-        block.rules = [r if not r.pattern.startswith(inner + ".") else _at(r, "") for r in block.rules]
+    if alone:
+        block.homes[f"{block.name}.forget_gate"] = Home(heads, heads, (("num_heads", "query"),))
     return True
-
-
-def _at(rule, home: str):  # type: ignore[no-untyped-def]
-    import dataclasses
-
-    return dataclasses.replace(rule, home=home)
 
 
 def short_convolution(block: Block) -> bool:
@@ -188,9 +181,8 @@ def recurrence(block: Block) -> bool:
         block.rule(name, "column", "query")
     block.rule("conv_1d", "convolution", "query")
     for name, _ in gate.named_parameters(recurse=False):
-        block.rule(f"rg_lru.{name}", "head_parameter", "query")
+        block.rule(f"rg_lru.{name}", "head_parameter", "query", own=True)
     block.rule("linear_out", "row", "query")
-    block.rules = [r if not r.pattern.startswith(inner + ".") else _at(r, "") for r in block.rules]
     _home(block, heads, heads, ("lru_width", "query"))
     block.homes[inner] = Home(heads, heads, (("num_attention_heads", "query"),))
     return True

@@ -138,7 +138,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
 }
 
 # Layers that a type needs so that each relation between its layers occurs (what they share, loops).
-LEAST_LAYERS = {"ZambaConfig": 4, "DoryConfig": 3}
+LEAST_LAYERS = {"ZambaConfig": 4, "DoryConfig": 3, "RecurrentGemmaConfig": 3}
 
 # Where a type's defaults make no configuration: what a configuration of it needs.
 DEFAULTS: dict[str, dict[str, Any]] = {

@@ -39,8 +39,7 @@ def prove(
     """Train a small twin under a plan and in one process, and compare every number.
 
     Both sides run in fp64 with SGD and AdamW, then in fp32; dp ranks get different rows, lengths and padding; the
-    learning
-    rate changes at every step. The reference is plain transformers and torch.
+    learning rate changes at every step. The reference is plain transformers and torch.
 
     Args:
         type: a transformers type; its default configuration, scaled down, keeps its pattern.
