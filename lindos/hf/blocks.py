@@ -6,6 +6,7 @@ with the reason, so that nothing is cut by half.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -253,13 +254,13 @@ def _home(block: Block, query: int, key_value: int, width: int, local: tuple[tup
             if getattr(module, name, None) == value:
                 found.setdefault(name, kind)
     for name in WIDTH:
-        if getattr(module, name, None) == width and _reads(module, name):
+        if getattr(module, name, None) == width and _reads(type(module), name):
             found.setdefault(name, "query")
     for name in RATIO:
         if hasattr(module, name):
             found.setdefault(name, "ratio")
     arguments = []
-    accepted = forward_names(module)
+    accepted = forward_names(type(module))
     if "alibi" in accepted:  # falcon adds it to the mask, which then has all heads
         arguments += [("alibi", -3, "query"), ("attention_mask", -3, "query")]
     if "position_bias" in accepted and not hasattr(module, "has_relative_attention_bias"):
@@ -267,21 +268,23 @@ def _home(block: Block, query: int, key_value: int, width: int, local: tuple[tup
     block.homes[block.name] = Home(query, key_value, tuple(found.items()), tuple(arguments))
 
 
-def _reads(module: nn.Module, name: str) -> bool:
-    """Whether any method of a module but its constructor reads an attribute; True where that cannot be told."""
+@functools.cache
+def _reads(kind: type, name: str) -> bool:
+    """Whether any method of a class but its constructor reads an attribute; True where that cannot be told."""
     import inspect
 
     try:
-        methods = re.split(r"\n    def ", inspect.getsource(type(module)))[1:]
+        methods = re.split(r"\n    def ", inspect.getsource(kind))[1:]
     except (OSError, TypeError):
         return True
     return any(f"self.{name}" in method for method in methods if not method.startswith("__init__"))
 
 
-def forward_names(module: nn.Module) -> tuple[str, ...]:
+@functools.cache
+def forward_names(kind: type) -> tuple[str, ...]:
     import inspect
 
-    return tuple(inspect.signature(type(module).forward).parameters)
+    return tuple(inspect.signature(kind.forward).parameters)
 
 
 def _extras(

@@ -43,7 +43,9 @@ class Parallel:
     activations: Literal["device", "host"] = "device"
     """Where what the blocks save for backward rests."""
     rules: str | None = None
-    """TOML file of rules that override what is read from the model."""
+    """TOML file of rules that override what is told from the model's structure."""
+    unproven: bool = False
+    """Run inferred rules that no proof has covered."""
     device_budget: str = "auto"
     """Gemini: bytes of model data on a device, such as 60GiB."""
     host_budget: str = "auto"
