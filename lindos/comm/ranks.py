@@ -30,7 +30,10 @@ from lindos.core.errors import LindosError, RankError
 from lindos.core.mesh import Mesh
 
 Job = Callable[..., Any]
-PRELOAD = ["torch", "transformers", "lindos", "lindos.booster.booster", "lindos.proof.sides"]
+PRELOAD = [  # what takes seconds to import, before ranks are forked: those of transformers arrive lazily otherwise
+    "torch", "torch.distributed.tensor", "transformers", "transformers.modeling_utils",
+    "transformers.models.llama.modeling_llama", "lindos", "lindos.booster.booster", "lindos.proof.sides",
+]  # fmt: skip
 
 
 class Ranks:

@@ -120,13 +120,9 @@ def export_without_room(world: Any, plugin: Any, path: str) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def save_again_and_again(world: Any, plugin: Any, folder: str, kill_after_seconds: float | None = None) -> None:
-    """Saves step-1, step-2, ... until it is killed, by itself if told so; says through a file that it has begun."""
-    import threading
-
+def save_again_and_again(world: Any, plugin: Any, folder: str) -> None:
+    """Saves step-1, step-2, ... until it is killed; says through a file that it has begun."""
     booster, *_ = run_of(plugin, torch.float64)
-    if kill_after_seconds is not None:
-        threading.Timer(kill_after_seconds, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
     start = len([p for p in os.listdir(folder) if p.startswith("step-")])
     for number in range(start, start + 1000):
         booster.save(Path(folder) / f"step-{number:06d}")
@@ -135,5 +131,8 @@ def save_again_and_again(world: Any, plugin: Any, folder: str, kill_after_second
 
 
 def kill_at(world: Any, plugin: Any, folder: str, after_seconds: float) -> None:
-    """Like the above, with a thread that kills this rank a while after its first save has begun."""
-    save_again_and_again(world, plugin, folder, after_seconds)
+    """Like the above, with a thread that kills this rank after a while."""
+    import threading
+
+    threading.Timer(after_seconds, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+    save_again_and_again(world, plugin, folder)

@@ -147,7 +147,7 @@ def test_killed_at_thirty_moments_of_a_save_the_newest_complete_one_loads(ranks,
     folder = tmp_path / "run"
     folder.mkdir()
     for _ in range(30):
-        ranks.run(jobs.kill_at, size, plugin, str(folder), 0.02 + draw.random() * 0.25, raises=False, limit_seconds=2)
+        ranks.run(jobs.kill_at, size, plugin, str(folder), 0.25 + draw.random() * 0.25, raises=False, limit_seconds=2)
         newest = sorted(p for p in folder.iterdir() if p.name.startswith("step-"))
         for path in newest:
             manifest_of(path)
