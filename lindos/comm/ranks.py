@@ -75,7 +75,13 @@ class Ranks:
         self._job += 1
         call = _Call(job, arguments, self._job, self._store.port, size, transport, limit_seconds)
         for rank in range(size):  # the path goes first: the job's module may lie where only the caller has looked yet
-            self._pipes[rank].send((rank, sys.path, bytes(ForkingPickler.dumps(call))))
+            packed = (rank, sys.path, bytes(ForkingPickler.dumps(call)))
+            try:
+                self._pipes[rank].send(packed)
+            except ConnectionError:  # it died between two jobs: no job of this call has begun on it
+                self._processes[rank].join()
+                self._spawn(rank)
+                self._pipes[rank].send(packed)
         results = self._collect(size)
         if raises:
             self._raise(results)
