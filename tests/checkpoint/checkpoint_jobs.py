@@ -134,5 +134,9 @@ def kill_at(world: Any, plugin: Any, folder: str, after_seconds: float) -> None:
     """Like the above, with a thread that kills this rank after a while."""
     import threading
 
-    threading.Timer(after_seconds, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
-    save_again_and_again(world, plugin, folder)
+    timer = threading.Timer(after_seconds, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    timer.start()
+    try:
+        save_again_and_again(world, plugin, folder)
+    finally:
+        timer.join()  # its peer died first: it dies as well, in this job and not in the next
