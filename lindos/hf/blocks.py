@@ -80,13 +80,7 @@ class Left(Exception):
 
 @dataclass
 class Found:
-    """What inference has found so far.
-
-    Attributes:
-        rules: by the exact name of a module or bare parameter.
-        homes: of attention and mixers.
-        left: blocks that stay whole, with the reason.
-    """
+    """So far: rules by exact name, homes of attention and mixers, and blocks left whole with the reason."""
 
     rules: dict[str, Rule] = field(default_factory=dict)
     homes: dict[str, Home] = field(default_factory=dict)

@@ -131,7 +131,10 @@ def _record(table: Path, line: Line) -> None:
         proven.remember(line.type, line.rules, line.shape, line.verdict, table)
     found = json.loads(json.dumps(proven.read(table)))
     entry = found.setdefault(proven.minor(models.version()), {}).setdefault(line.type, {})
-    entry.update({"cut": round(line.cut, 3)} if line.cut else {}, **({"reason": line.reason} if line.reason else {}))
+    entry.update(
+        {"cut": round(line.cut, 3)} if line.cut else {},
+        **({"reason": line.reason} if line.reason and "equal" not in entry.get("shapes", {}).values() else {}),
+    )
     proven.write(table, found)
 
 
