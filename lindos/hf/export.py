@@ -1,6 +1,6 @@
 """Export: the safetensors files that transformers loads.
 
-One tensor is whole at a time, files are shared out over ranks.
+One tensor is whole at a time, or those few that transformers stores as one; files are shared out over ranks.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ Read = Callable[[str], torch.Tensor]
 
 @dataclass
 class Stored:
-    """One tensor in memory and the tensors on disk that come of it."""
+    """Tensors in memory, mostly one, and the tensors on disk that come of them."""
 
-    name: str
+    names: tuple[str, ...]
     made: dict[str, tuple[int, ...]]
     dtype: torch.dtype
 
@@ -48,14 +48,17 @@ def export(
     """
     dtype, tokenizer = dtype_of(model, options[0]), options[1]
     kinds = {name: buffer.dtype for name, buffer in persistent_buffers(model).items() if not buffer.is_floating_point()}
-    plan = [Stored(n, _names_on_disk(model, n, shape), kinds.get(n, dtype)) for n, shape in shapes.items()]
+    plan = [
+        Stored(names, _names_on_disk(model, {name: shapes[name] for name in names}), kinds.get(names[0], dtype))
+        for names in _stored_together(model, shapes)
+    ]
     files = _files(plan)
 
     def write(folder: Path) -> None:
         failed: Exception | None = None
         for number, members in enumerate(files):
             file = folder / _file_name(number, len(files))
-            tensors = ((stored, read(stored.name)) for stored in members)
+            tensors = ((stored, {name: read(name) for name in stored.names}) for stored in members)
             if number % world.size == world.rank and failed is None:
                 try:
                     _write_file(file, tensors, members, model)
@@ -84,14 +87,14 @@ def export(
 
 def _write_file(
     file: Path,
-    tensors: Iterator[tuple[Stored, torch.Tensor]],
+    tensors: Iterator[tuple[Stored, dict[str, torch.Tensor]]],
     members: list[Stored],
     model: nn.Module,
 ) -> None:
     announced = {key: (shape, stored.dtype) for stored in members for key, shape in stored.made.items()}
     writer = Writer(file, announced, {"format": "pt"})
     for stored, full in tensors:
-        made = _on_disk(model, stored.name, full)
+        made = _on_disk(model, full)
         for key in stored.made:
             writer.put(key, made[key].to(stored.dtype).contiguous())
     writer.close()
@@ -130,17 +133,37 @@ def _file_name(number: int, count: int) -> str:
     return "model.safetensors" if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
-def _names_on_disk(model: nn.Module, name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    return {key: tuple(t.shape) for key, t in _on_disk(model, name, torch.empty(shape, device="meta")).items()}
+def _stored_together(model: nn.Module, shapes: dict[str, tuple[int, ...]]) -> list[tuple[str, ...]]:
+    """The tensors in memory by what they become: those of which transformers stores one tensor stand together."""
+    groups: dict[str, list[str]] = {}  # by the first name
+    of_key: dict[str, str] = {}
+    for name, shape in shapes.items():
+        keys = _names_on_disk(model, {name: shape})
+        first = next((of_key[key] for key in keys if key in of_key), name)
+        groups.setdefault(first, []).append(name)
+        of_key.update(dict.fromkeys(keys, first))
+    return [tuple(names) for names in groups.values()]
 
 
-def _on_disk(model: nn.Module, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A tensor as transformers stores it: its own converters, reversed."""
+def _names_on_disk(model: nn.Module, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    return {key: tuple(tensor.shape) for key, tensor in _on_disk(model, empty).items()}
+
+
+def _on_disk(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors as transformers stores them: under the name that it keeps of tied ones, its own converters reversed."""
     if not is_transformers(model):
-        return {name: tensor}
+        return tensors
     from transformers.core_model_loading import revert_weight_conversion
 
-    return revert_weight_conversion(model, {name: tensor})  # type: ignore[arg-type]
+    return revert_weight_conversion(model, {_kept(model, name): tensor for name, tensor in tensors.items()})  # type: ignore[arg-type]
+
+
+def _kept(model: nn.Module, name: str) -> str:
+    """Of a tensor with several names, the one that transformers writes."""
+    source = (getattr(model, "all_tied_weights_keys", None) or {}).get(name)
+    parameters = dict(model.named_parameters(remove_duplicate=False)) if source else {}
+    return source if source and parameters.get(source) is parameters.get(name) is not None else name
 
 
 def _write_config(model: nn.Module, folder: Path, dtype: torch.dtype) -> None:

@@ -6,8 +6,9 @@ from torch import nn
 
 from lindos.core.errors import LayoutError
 from lindos.core.rules import Rule, Rules
-from lindos.hf import blocks, mixers
+from lindos.hf import blocks, mixers, models
 from lindos.hf.blocks import Block, Found, Left
+from lindos.parallel.tensor.heads import Heads
 
 # Parts of a name that lead to what text does not pass through: towers for images and sound, and what joins them.
 TOWERS = (
@@ -17,13 +18,12 @@ TOWERS = (
 )  # fmt: skip
 
 
-def infer(model: nn.Module, parts: int, text_only: bool = True) -> Rules:
-    """Rules of every block that is known by structure, for tp = `parts`.
+def infer(model: nn.Module, parts: int) -> Rules:
+    """Rules of every block that is known by structure, for tp = `parts`; towers for images and sound stay whole.
 
     Args:
         model: on any device, meta too; only names, shapes and attributes are read.
         parts: tp.
-        text_only: leave towers for images and sound whole.
 
     Raises:
         LayoutError: tp cannot cut the heads of a block; says which sizes can.
@@ -31,14 +31,11 @@ def infer(model: nn.Module, parts: int, text_only: bool = True) -> Rules:
     modules = dict(model.named_modules())
     found = Found()
     for name, module in modules.items():
-        if text_only and any(part in TOWERS for part in name.split(".")):
+        if any(part in TOWERS for part in name.split(".")):
             continue
         _block(found, name, module, modules, parts)
     _vocabulary(found, model, modules)
-    known = {n for n, _ in model.named_parameters(remove_duplicate=False)} | set(modules)
-    known |= {n for n, _ in model.named_buffers()}
-    rules = tuple(rule for name, rule in found.rules.items() if name in known)
-    return Rules(rules, found.homes, found.left)
+    return Rules(tuple(found.rules.values()), found.homes, found.left)
 
 
 def _block(found: Found, name: str, module: nn.Module, modules: dict[str, nn.Module], parts: int) -> None:
@@ -53,7 +50,8 @@ def _block(found: Found, name: str, module: nn.Module, modules: dict[str, nn.Mod
                 continue
             if any(rule.pattern in found.rules for rule in block.rules):
                 return
-            _check(block, parts)
+            for home in block.homes.values():
+                Heads(home.query, home.key_value, parts)  # or says which tp can cut them
         except Left as reason:
             found.left[name] = str(reason)
             return
@@ -63,21 +61,9 @@ def _block(found: Found, name: str, module: nn.Module, modules: dict[str, nn.Mod
         return
 
 
-def _check(block: Block, parts: int) -> None:
-    """
-    Raises:
-        LayoutError: they cannot.
-    """
-    from lindos.parallel.tensor.heads import Heads
-
-    for home in block.homes.values():
-        Heads(home.query, home.key_value, parts)
-
-
 def _vocabulary(found: Found, model: nn.Module, modules: dict[str, nn.Module]) -> None:
     """The input table and the output head, where they are plain ones."""
-    table = _embedding(model, "get_input_embeddings")
-    head = _embedding(model, "get_output_embeddings")
+    table, head = models.input_table(model), models.output_head(model)
     weight, out = _weight(table), _weight(head)
     tied = weight is not None and weight is out
     cut_head = isinstance(head, nn.Linear) and (isinstance(table, nn.Embedding) or not tied)
@@ -98,11 +84,3 @@ def _vocabulary(found: Found, model: nn.Module, modules: dict[str, nn.Module]) -
 
 def _weight(module: nn.Module | None) -> nn.Parameter | None:
     return None if module is None else module._parameters.get("weight")
-
-
-def _embedding(model: nn.Module, getter: str) -> nn.Module | None:
-    get = getattr(model, getter, None)
-    try:
-        return get() if get else None
-    except (NotImplementedError, AttributeError):
-        return None

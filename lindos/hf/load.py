@@ -40,11 +40,13 @@ class Folder:
 
     def __init__(self, path: str | Path, model: nn.Module) -> None:
         self.path, self.model = Path(path), model
+        self.whole = _Whole(model)
         self.files = _files(self.path)
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
         self.keys = self._index()
         self.groups = _groups(model, list(self.keys))
+        self._find_all_names(model)
         self._last: tuple[str, dict[str, torch.Tensor]] = ("", {})
 
     def check(self, names: Iterable[str], shapes: dict[str, tuple[int, ...]]) -> None:
@@ -82,9 +84,24 @@ class Folder:
             counts[dtype] = counts.get(dtype, 0) + 1
         return max(counts, key=lambda d: counts[d])
 
+    def _find_all_names(self, model: nn.Module) -> None:
+        """One stored tensor may become several in memory (tried on meta); a tied one may be stored by another name."""
+        for group in list(self.groups.values()):
+            if group.converter is not None:
+                made = _convert(group, lambda key: torch.empty(self.shapes[key], device="meta"), self.whole)
+                self.groups.update(dict.fromkeys(made, group))
+        stored = {
+            id(parameter): self.groups[name]
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+            if name in self.groups
+        }
+        for name, parameter in model.named_parameters():
+            if name not in self.groups and id(parameter) in stored:
+                self.groups[name] = stored[id(parameter)]
+
     def _converted(self, group: Group) -> dict[str, torch.Tensor]:
         if self._last[0] != group.target:
-            self._last = (group.target, _convert(group, self._tensor, self.model))
+            self._last = (group.target, _convert(group, self._tensor, self.whole))
         return self._last[1]
 
     def _index(self) -> dict[str, Path]:
@@ -149,7 +166,22 @@ def _groups(model: nn.Module, keys: list[str]) -> dict[str, Group]:
     return found
 
 
-def _convert(group: Group, read: Any, model: nn.Module) -> dict[str, torch.Tensor]:
+class _Whole:
+    """The model as it was before any plan: a converter may size its pieces by the parameters, which are cut by then."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        named = model.named_parameters(remove_duplicate=False)
+        self._parameters = {name: torch.empty(p.shape, device="meta") for name, p in named}
+
+    def get_parameter(self, name: str) -> torch.Tensor:
+        return self._parameters[name]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def _convert(group: Group, read: Any, model: _Whole) -> dict[str, torch.Tensor]:
     converter = deepcopy(group.converter)
     for key, pattern in group.keys:
         converter.add_tensor(group.target, key, pattern, read(key))

@@ -14,7 +14,7 @@ from torch import nn
 
 from lindos.core.errors import DataError, InputError, LindosError, RefusedError, nearest
 
-KINDS = {
+ENDINGS = {
     "masked": ("ForMaskedLM", "XLMWithLMHeadModel", "FlaubertWithLMHeadModel"),  # the last two by their loss
     "causal": ("ForCausalLM", "LMHeadModel"),
     "classification": ("ForSequenceClassification", "ForImageClassification", "ForTokenClassification"),
@@ -38,7 +38,7 @@ def kind_of(model: nn.Module) -> str | None:
     if not is_transformers(model):
         return None
     name = type(model).__name__
-    kind = next((kind for kind, endings in KINDS.items() if name.endswith(endings)), None)
+    kind = next((kind for kind, endings in ENDINGS.items() if name.endswith(endings)), None)
     return kind or next((kind for kind in LISTED if name in _listed(kind) and _has_parts_of(model, kind)), None)
 
 
@@ -195,19 +195,32 @@ def load_tokenizer(folder: str, trusted: bool = False) -> Any:
         raise DataError(f"no tokenizer can be loaded from {folder!r}: {error}") from None
 
 
+def output_head(model: nn.Module) -> nn.Module | None:
+    """The module that gives logits over the vocabulary, where the model has one."""
+    return _given(model, "get_output_embeddings")
+
+
+def input_table(model: nn.Module) -> nn.Module | None:
+    """The module that looks ids up, where the model has one."""
+    return _given(model, "get_input_embeddings")
+
+
+def _given(model: nn.Module, getter: str) -> nn.Module | None:
+    get = getattr(model, getter, None)
+    try:
+        return get() if get else None
+    except (NotImplementedError, AttributeError):  # how models of images and sound say that they have none
+        return None
+
+
 def head_of(model: nn.Module) -> torch.Tensor | None:
     """The weight of the output head, where the model has one."""
-    get = getattr(model, "get_output_embeddings", None)
-    return getattr(get() if get else None, "weight", None)
+    return getattr(output_head(model), "weight", None)
 
 
 def table_of(model: nn.Module) -> torch.Tensor | None:
     """The weight of the input embedding, where the model has one."""
-    get = getattr(model, "get_input_embeddings", None)
-    try:
-        table = get() if get else None
-    except NotImplementedError:
-        return None
+    table = input_table(model)
     return table.weight if isinstance(table, nn.Embedding) else None
 
 
