@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from lindos.core.rules import Home, Rule
-from lindos.parallel.tensor.heads import HEAD_SIZE, KEY_VALUE, QUERY, RATIO, WIDTH, input_dim, output_dim
+from lindos.parallel.tensor.heads import HEAD_SIZE, KEY_VALUE, QUERY, RATIO, TURNED, WIDTH, input_dim, output_dim
 
 QKV = (
     ("q_proj", "k_proj", "v_proj"),
@@ -174,10 +174,6 @@ def _weight(module: nn.Module) -> nn.Parameter:
     weight = module._parameters["weight"]
     assert weight is not None
     return weight
-
-
-def _inverted(module: nn.Module) -> bool:
-    return type(module).__name__ == "Conv1D"
 
 
 def first(module: nn.Module, names: tuple[str, ...]) -> int:
@@ -368,6 +364,8 @@ def fused_attention(block: Block) -> bool:
         local.append(("config.num_attention_heads", "query"))
     if getattr(module, "kv_dim", None) == key_value * size:
         local.append(("kv_dim", "key_value"))
+    if type(module).__name__ == "CodeGenAttention" and not hasattr(module, "mp_num"):
+        raise Left("its number of interleaved slices is fixed in its forward")
     if getattr(module, "mp_num", None):
         query = key_value = module.mp_num  # whole slices of the heads it was trained on
         local = [("embed_dim", "query"), ("mp_num", "query")]
@@ -388,7 +386,7 @@ def _interleaving(
         if key_value < block.parts:
             raise Left(f"{key_value} groups of interleaved q, k and v cannot be shared by {block.parts} ranks")
         return 1, "key_value"
-    if leaf == "c_attn" and not _inverted(block.child(leaf)):  # type: ignore[arg-type]
+    if leaf == "c_attn" and type(block.child(leaf)).__name__ not in TURNED:
         return sections if getattr(module, "multi_query", True) else (1, "query")
     if leaf == "query_key_value":
         return sections if getattr(module, "multi_query", False) else (1, "query")
@@ -435,6 +433,8 @@ def mlp(block: Block) -> bool:
         fused = outputs(found[0]) // inner  # type: ignore[arg-type]
         if any(outputs(up) != fused * inner for up in found) or fused not in (1, 2):  # type: ignore[arg-type]
             continue
+        if any(_weight(up).dim() == 3 and inputs(up) != outputs(last) for up in found):  # type: ignore[arg-type]
+            raise Left("its experts do not end in the width that they begin with: their weights may be turned")
         if getattr(block.module, "activation_sparsity", 0) > 0:
             raise Left("it drops inner features by their mean and deviation")
         for name in ups:

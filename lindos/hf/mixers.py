@@ -73,7 +73,8 @@ def mamba2(block: Block) -> bool:
         block.rule("mup_vector", "head_parameter", kinds, blocks, dim=2)
     norm = block.child("norm")
     if norm is not None and any(True for _ in norm.parameters()):
-        block.rule("norm", "group_norm", "query")
+        grouped = any(hasattr(norm, name) for name in ("group_size", "n_groups"))
+        block.rule("norm", "group_norm" if grouped else "wide_norm", "query")
     block.rule("out_proj", "row", "query")
     local = (("num_heads", "query"), ("n_groups", "key_value"), ("intermediate_size", "query"), ("conv_dim", "=conv1d"))
     _home(block, heads, groups, *local, ("groups_time_state_size", "key_value"))

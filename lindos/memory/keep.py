@@ -26,6 +26,7 @@ class Policy:
 
 
 FULL = Policy()
+CLOSE = 0.01  # a budget that is met but for this share is met
 SELECTIVE = Policy(frozenset({COLLECTIVE, LINEAR, ATTENTION}))
 
 
@@ -80,7 +81,38 @@ def choose(tape: Tape, saved: list[Ref], policy: Policy) -> Choice:
                 room -= count_bytes
         choice = _made(tape, saved, kept, policy)
         kept &= choice.kept | random | forced | by_kind
+    room = policy.budget_bytes - choice.count_bytes
+    if room <= CLOSE * policy.budget_bytes:
+        return choice
+    # What fits one by one can leave much free. Begin again from what is forced, with the set that leaves least.
+    always = kept & (forced | random | by_kind)
+    least = _made(tape, saved, always, policy)
+    for candidates in (kept | read, read):  # what backward reads itself is of use whatever else is kept
+        numbers = sorted(candidates - tape.free - least.kept)
+        other = always | _closest(tape, numbers, policy.budget_bytes - least.count_bytes)
+        fuller = _made(tape, saved, other, policy)
+        if choice.count_bytes < fuller.count_bytes <= policy.budget_bytes:
+            choice = fuller
     return choice
+
+
+def _closest(tape: Tape, numbers: list[int], room: int) -> set[int]:
+    """Storages that together fill the room best; of those that fill it about as well, what saves most work.
+
+    A search over the sums that can be reached, rounded up to a thousandth of the room.
+    """
+    unit = max(1, room // 1000)
+    reached: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}  # units -> bytes that are dear to make, of what
+    for number in numbers:
+        store = tape.stores[number]
+        size = -(-store.count_bytes // unit)
+        dear = store.count_bytes if _rank(store.kind) < 2 else 0
+        for units, (worth, chosen) in list(reached.items()):
+            more = worth + dear, (*chosen, number)
+            if (units + size) * unit <= room and more[0] >= reached.get(units + size, (0, ()))[0]:
+                reached[units + size] = more
+    enough = max(reached) - CLOSE * room / unit
+    return set(max(found for units, found in reached.items() if units >= enough)[1])
 
 
 def _rank(kind: str) -> int:

@@ -16,7 +16,7 @@ from lindos.memory.saved import saved_bytes
 
 
 def config_of(kind: str, options: dict[str, Any], layers: int = 2) -> Any:
-    words = {} if kind == "mamba" else {k: v for k, v in WIDE.items() if kind != "gpt2" or k != "kv_heads"}
+    words = {} if kind == "mamba" else {k: v for k, v in WIDE.items() if kind not in ("gpt2", "opt") or k != "kv_heads"}
     config = twin_config(kind, layers=layers, **words)
     for name, value in options.items():
         assert hasattr(config, name), name

@@ -150,3 +150,47 @@ def test_what_an_mlp_learns_besides_its_products_is_known_or_leaves_it_whole():
     roles_of = {rule.pattern: rule.role for rule in found.rules}
     assert roles_of["2.inner"] == "head_parameter"
     assert roles_of["3.sub_norm"] == "wide_norm"
+
+
+def test_a_mixer_norm_without_groups_is_over_the_whole_width():
+    """As mamba2 and bamba were until transformers 5.20: cut by groups, the loss would be silently wrong."""
+    model = twin("mamba2", dtype=torch.float32)
+    for module in model.modules():
+        if hasattr(module, "group_size"):
+            del module.group_size
+    found = {rule.role for rule in infer(model, 2).rules if rule.pattern.endswith("mixer.norm")}
+    assert found == {"wide_norm"}
+
+
+def test_slices_that_a_forward_fixes_leave_attention_whole():
+    model = twin("codegen", dtype=torch.float32)
+    for module in model.modules():
+        if hasattr(module, "mp_num"):
+            del module.mp_num
+    found = infer(model, 2)
+    assert "its number of interleaved slices is fixed in its forward" in set(found.left.values())
+    assert not any(".attn." in rule.pattern for rule in found.rules)
+
+
+class Grouped(nn.Module):
+    """Experts side by side: [experts, a, b]."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(*shape))
+
+
+class AriaGroupedExpertsGemm(Grouped):
+    """Known by its class to be [experts, in, out]."""
+
+
+@pytest.mark.parametrize(("kind", "known"), [(Grouped, False), (AriaGroupedExpertsGemm, True)])
+def test_experts_that_may_be_turned_are_cut_only_where_the_class_is_known(kind, known):
+    inner = nn.Module()
+    inner.fc1, inner.fc2 = kind(4, 6, 20), kind(4, 10, 6)
+    model = twin("llama", dtype=torch.float32)
+    model.model.layers[0].mlp = inner
+    found = infer(model, 2)
+    mine = {rule.pattern.rpartition(".")[2]: (rule.role, rule.blocks) for rule in found.rules if ".fc" in rule.pattern}
+    assert mine == ({"fc1": ("column", 2), "fc2": ("row", 1)} if known else {})
+    assert known or "may be turned" in found.left["model.layers.0.mlp"]

@@ -22,6 +22,8 @@ KEY_VALUE = ("num_key_value_heads", "num_kv_heads", "kv_heads")
 RATIO = ("num_key_value_groups", "num_queries_per_kv")
 WIDTH = ("split_size", "embed_dim", "all_head_size", "hidden_size", "inner_dim", "attention_hidden_size")
 
+TURNED = ("Conv1D", "AriaGroupedExpertsGemm")  # classes whose weight is [in, out], or [experts, in, out]
+
 
 @dataclass(frozen=True)
 class Heads:
@@ -155,15 +157,18 @@ def _told(home: str, resolved: Mapping[str, Rule], modules: Mapping[str, nn.Modu
 
 
 def output_dim(module: nn.Module) -> int:
-    """Dim of the outputs in a module's weight: 0; 1 where weights are [in, out] (Conv1D) or [experts, out, in]."""
-    weight = module._parameters.get("weight")
-    return 1 if type(module).__name__ == "Conv1D" or (weight is not None and weight.dim() == 3) else 0
+    """Dim of the outputs in a module's weight: the last but one, [out, in] or [experts, out, in]; last if turned."""
+    return _dims(module) - (1 if type(module).__name__ in TURNED else 2)
 
 
 def input_dim(module: nn.Module) -> int:
-    """Dim of the inputs in a module's weight."""
+    """Dim of the inputs in a module's weight: the other of the last two."""
+    return _dims(module) - (2 if type(module).__name__ in TURNED else 1)
+
+
+def _dims(module: nn.Module) -> int:
     weight = module._parameters.get("weight")
-    return 2 if weight is not None and weight.dim() == 3 else 1 - output_dim(module)
+    return 3 if weight is not None and weight.dim() == 3 else 2
 
 
 def blocks_of(rule: Rule, size: int) -> tuple[int, ...]:
