@@ -267,7 +267,7 @@ class Booster:
         if not data.reduced:
             raise InputError("there are no gradients to step with. Call booster.backward(loss) first.")
         if not self._settled:
-            layouts = ((plan.ledger.parameter(name).at_rest, gradient) for name, gradient in data.gradients())
+            layouts = ((plan.ledger.kept(name), gradient) for name, gradient in data.gradients())
             norm = total_norm(layouts, plan.world)
             if not torch.isfinite(norm):
                 raise NumbersError(
@@ -323,7 +323,7 @@ class Booster:
         if name in buffers:
             return buffers[name].detach().clone()
         entry = plan.ledger.parameter(name)
-        return whole(plan.data.value(entry.name), entry.at_rest, plan.world, name)
+        return whole(plan.data.value(entry.name), plan.ledger.kept(entry.name), plan.world, name)
 
     def gradient(self, name: str) -> torch.Tensor:
         """The whole reduced gradient of a parameter, on every rank.
@@ -339,7 +339,7 @@ class Booster:
             raise InputError(f"parameter {name!r} is not trained: it requires no gradient or is in no optimizer group.")
         if not plan.data.reduced:
             raise InputError("there is no reduced gradient now. Call booster.backward(loss) first.")
-        return whole(plan.data.gradient(entry.name), entry.at_rest, plan.world, name)
+        return whole(plan.data.gradient(entry.name), plan.ledger.kept(entry.name), plan.world, name)
 
     def describe(self) -> str:
         """The plan as text: mesh, dtypes, and where every tensor lies."""
@@ -356,7 +356,8 @@ class Booster:
 
     def _notes(self) -> list[str]:
         notes = []
-        recompute = self._boosted("describe").recompute
+        recompute, shared = self._boosted("describe").recompute, self._boosted("describe").data.text()
+        notes += [shared] if shared else []
         if recompute is not None:
             notes.append(recompute.text())
         attention = models.attention_of(self._model)
@@ -403,7 +404,7 @@ def _refuse_local_state(model: nn.Module, plan: Plan) -> None:
 
         model.register_state_dict_pre_hook(refuse)
         model.register_load_state_dict_pre_hook(refuse)
-    elif any(chunk.master is not chunk.work for chunk in plan.data.chunks):
+    elif any(chunk.apart for chunk in plan.data.chunks):
 
         def masters(*_: Any, **__: Any) -> None:
             raise InputError(

@@ -75,12 +75,12 @@ def compose(
     """
     mesh = plugin.mesh(link.size, link.rank)
     world = link.on(mesh)
-    data = Data(precision.dtypes, world.device)
+    data = Data(precision.dtypes, world.device, plugin.zero, plugin.zero_replicas)
     plan: Plan | None = None
     error: LindosError | None = None
     try:
         names, tied = _names(model)
-        trained = optim.check(optimizer, names) if optimizer is not None else None
+        trained = optim.check(optimizer, names, plugin.zero > 0) if optimizer is not None else None
         # 1. the ledger, on shapes alone
         ledger = ledger_of(model, tied, trained)
         # 2. rules: read from the model, or written
@@ -112,7 +112,7 @@ def compose(
         _read_buffers(model, folder)
     _move_buffers(model, plan.world.device)
     inner = plan.tensor.finish(model, plan.world) if plan.tensor else []
-    plan.world.prepare([plan.world.all, "dp", "tp", ("dp", "sp"), *inner, *(chunk.group for chunk in data.chunks)])
+    plan.world.prepare([plan.world.all, "dp", "tp", ("dp", "sp"), *inner, *data.groups()])
     # 7. the optimizer steps this rank's shards
     if optimizer is not None:
         optim.spread(optimizer, names, data.shards)

@@ -107,8 +107,7 @@ class Plugin:
             "ep": "expert parallelism",
             "pp": "pipeline parallelism",
             "sp": "sequence parallelism",
-            "zero": "sharded states",
-            "zero_replicas": "sharded states",
+            "zero": "sharded parameters",
             "tensor": "multi-dimensional tensor parallelism",
             "sequence": "sequence parallelism",
             "schedule": "pipeline parallelism",
@@ -121,7 +120,7 @@ class Plugin:
         }
         for field, what in unserved.items():
             value = getattr(self, field)
-            if value != getattr(default, field):
+            if value != getattr(default, field) and (field, value) not in (("zero", 1), ("zero", 2)):
                 raise RefusedError(
                     f"{self.name}({field}={value!r}): {what} is not served yet. Leave {field} at its default."
                 )

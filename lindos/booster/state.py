@@ -72,7 +72,10 @@ def load(path: str | Path, plan: Plan, parts: Parts, weights_only: bool) -> None
 
 
 def _weights(plan: Plan, parts: Parts) -> list[Piece]:
-    pieces = [Piece(e.name, "parameter", e.at_rest, plan.data.value(e.name)) for e in plan.ledger.of("parameter")]
+    pieces = [
+        Piece(e.name, "parameter", plan.ledger.kept(e.name), plan.data.value(e.name))
+        for e in plan.ledger.of("parameter")
+    ]
     for name, buffer in models.persistent_buffers(parts.model).items():
         pieces.append(Piece(name, "buffer", Layout(tuple(buffer.shape)), buffer))
     return pieces
@@ -82,13 +85,13 @@ def _states(plan: Plan, parts: Parts) -> list[Piece]:
     """Optimizer state of the shape of its parameter is cut as it is; of another shape it is whole or refused."""
     pieces = []
     for name, state in _by_name(plan, parts):
-        entry = plan.ledger.parameter(name)
+        layout = plan.ledger.kept(name)
         for key, value in state.items():
             if not isinstance(value, torch.Tensor) or value.dim() == 0:
                 continue
             if value.shape == plan.data.value(name).shape:
-                pieces.append(Piece(f"{name}/{key}", "state", entry.at_rest, value))
-            elif not entry.at_rest.cuts:
+                pieces.append(Piece(f"{name}/{key}", "state", layout, value))
+            elif not layout.cuts:
                 pieces.append(Piece(f"{name}/{key}", "state", Layout(tuple(value.shape)), value))
             else:
                 raise RefusedError(
@@ -180,7 +183,7 @@ def _wanted_states(manifest: dict[str, Any], plan: Plan, parts: Parts) -> list[P
         name, _, _ = full.rpartition("/")
         entry = plan.ledger.parameter(name)
         shape, like = tuple(facts["shape"]), plan.data.value(entry.name)
-        layout = entry.at_rest if shape == entry.shape else Layout(shape)
+        layout = plan.ledger.kept(entry.name) if shape == entry.shape else Layout(shape)
         local = torch.zeros(
             layout.local_shape(plan.world.mesh), dtype=getattr(torch, facts["dtype"]), device=like.device
         )

@@ -101,7 +101,7 @@ class Stepping:
         """
         world, data, ledger = self.plan.world, self.plan.data, self.plan.ledger
         first = all(world.mesh.coordinate(axis) == 0 for axis in ("tp", "pp"))  # others hold the same sums
-        layouts = ((ledger.parameter(name).at_rest, gradient) for name, gradient in data.gradients())
+        layouts = ((ledger.kept(name), gradient) for name, gradient in data.gradients())
         squares = owned_squares(layouts, world.mesh).to(world.device)
         names = sorted(totals.metrics)
         mine = [totals.loss, totals.count, totals.extra, *(t for name in names for t in totals.metrics[name])]

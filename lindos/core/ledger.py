@@ -39,6 +39,7 @@ class Entry:
         home: "device", "host" or "disk".
         tied: other names of the same tensor.
         trained: whether it has a gradient.
+        inside: it lies in the memory of the parameter's own line and takes none itself.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Entry:
     home: str = "device"
     tied: tuple[str, ...] = ()
     trained: bool = True
+    inside: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -63,7 +65,7 @@ class Entry:
 
     def local_bytes(self, mesh: Mesh, rank: int | None = None) -> int:
         """Bytes that a rank stores for it, padding included."""
-        return math.prod(self.at_rest.local_shape(mesh, rank)) * ITEM_BYTES[self.dtype]
+        return 0 if self.inside else math.prod(self.at_rest.local_shape(mesh, rank)) * ITEM_BYTES[self.dtype]
 
     def line(self) -> str:
         sums = f" sum over {','.join(self.sum_over)}" if self.sum_over else ""
@@ -103,6 +105,12 @@ class Ledger:
                 return entry
         names = [entry.name for entry in self.of("parameter")]
         raise InputError(f"the model has no parameter {name!r}: {nearest(name, names)[:400]}.")
+
+    def kept(self, name: str) -> Layout:
+        """Which part of a parameter's master, reduced gradient and elementwise states a rank keeps."""
+        entry = self.parameter(name)
+        master = self.entries.get(("state", f"{entry.name}/master"))
+        return entry.at_rest if master is None else master.at_rest
 
     def local_bytes(self, kinds: Iterable[str], mesh: Mesh, rank: int | None = None) -> int:
         """Bytes that a rank stores for these kinds."""

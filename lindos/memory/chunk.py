@@ -3,6 +3,9 @@
 Parameters of the model are views into `work`, the optimizer's are views into `master` (the same memory when both
 dtypes are one), gradients are views into `gradient`. A gradient is touched once a micro-batch: the first is stored,
 later ones are added, in the accumulation dtype; nothing is zeroed in between.
+
+A chunk may be one of several equal parts of what a group of ranks keeps together: then `master` and the reduced
+gradient, `total`, are this rank's part, a range of elements that may begin and end inside a tensor.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ class Item:
         block: the unit of the model that it belongs to, a decoder layer for example.
         group: what separates chunks besides dtypes: the axes that its gradient is reduced over.
         trained: whether it has a gradient.
+        largest: elements on the rank that holds most, so that places are the same on all ranks; 0 for its own.
     """
 
     name: str
@@ -38,6 +42,7 @@ class Item:
     block: str
     group: Hashable
     trained: bool = True
+    largest: int = 0
 
     @property
     def numel(self) -> int:
@@ -46,7 +51,7 @@ class Item:
     @property
     def room(self) -> int:
         """Elements that it takes in a chunk, alignment included."""
-        return -(-self.numel // ALIGN) * ALIGN
+        return -(-max(self.numel, self.largest) // ALIGN) * ALIGN
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,11 @@ class Slot:
     def name(self) -> str:
         return self.item.name
 
+    def inside(self, first: int, last: int) -> tuple[int, int]:
+        """The range of its own elements, those of the largest rank included, that lies in a range of the chunk."""
+        low, high = max(first, self.start), min(last, self.start + max(self.item.numel, self.item.largest))
+        return (low - self.start, high - self.start) if low < high else (0, 0)
+
 
 class Phase(enum.Enum):
     """Idle between steps; open while a backward fills it; closed when all of its gradients are there; reduced."""
@@ -72,41 +82,105 @@ class Phase(enum.Enum):
 
 @dataclass
 class Chunk:
-    """Slots and their buffers. `fresh` until the first micro-batch of a step has stored its gradients."""
+    """Slots and their buffers. `stored` is empty until the first micro-batch of a step has stored its gradients.
+
+    Attributes:
+        parts, part: how many ranks share the masters, and which part is this rank's.
+        work: what the model computes with, whole.
+        master: this rank's part of what the optimizer steps.
+        gradient: whole, of this rank's micro-batches.
+        total: this rank's part of the reduced gradient; `gradient` itself where there is one part.
+    """
 
     slots: tuple[Slot, ...]
     device: torch.device
     index: int = 0
+    parts: int = 1
+    part: int = 0
     phase: Phase = Phase.IDLE
     work: torch.Tensor = field(init=False)
     master: torch.Tensor = field(init=False)
     gradient: torch.Tensor | None = None
+    total: torch.Tensor | None = None
     stored: set[str] = field(default_factory=set)
     arrived: set[str] = field(default_factory=set)
+    summed: bool = False
 
     def __post_init__(self) -> None:
         first = self.slots[0].item
         self.group, self.trained = first.group, first.trained
-        self.size = max(slot.start + slot.item.room for slot in self.slots)
+        self.size = size_of(self.slots, self.parts)
+        self.range = (self.part * self.size // self.parts, (self.part + 1) * self.size // self.parts)
         self.work = torch.zeros(self.size, dtype=first.work, device=self.device)
-        same = first.work == first.master
-        self.master = self.work if same else torch.zeros(self.size, dtype=first.master, device=self.device)
+        if first.work == first.master:
+            self.master = self.work if self.parts == 1 else self.work[slice(*self.range)]
+        else:
+            self.master = torch.zeros(self.size // self.parts, dtype=first.master, device=self.device)
+
+    @property
+    def apart(self) -> bool:
+        """Whether masters have memory of their own."""
+        first = self.slots[0].item
+        return first.work != first.master
 
     def view(self, buffer: torch.Tensor, slot: Slot) -> torch.Tensor:
-        """The slot's part of one of the buffers, in the item's shape."""
+        """The slot's part of a whole buffer, in the item's shape."""
         return buffer[slot.start : slot.start + slot.item.numel].view(slot.item.shape)
 
-    def gradient_of(self, slot: Slot) -> torch.Tensor:
-        return self.view(self._gradients(), slot)
+    def own(self, buffer: torch.Tensor, slot: Slot) -> torch.Tensor:
+        """The slot's part of `master` or `total`: in the item's shape, or flat where ranks share the chunk."""
+        if self.parts == 1:
+            return self.view(buffer, slot)
+        low, high = slot.inside(*self.range)
+        start = slot.start + low - self.range[0] if low < high else 0
+        return buffer[start : start + high - low]
 
-    def _gradients(self) -> torch.Tensor:
+    def fill(self, slot: Slot, value: torch.Tensor) -> None:
+        """Give a slot its whole value: masters take it exactly, the working copy rounds it."""
+        self.view(self.work, slot).copy_(value)
+        if self.apart:
+            low, high = slot.inside(*self.range)
+            mine = value.reshape(-1)[low:high]
+            self.own(self.master, slot).view(-1)[: mine.numel()].copy_(mine)
+
+    def gradient_of(self, slot: Slot) -> torch.Tensor:
+        """This rank's part of a reduced gradient."""
+        if self.parts == 1:
+            return self.view(self.whole_gradient(), slot)
+        if self.total is None:
+            self.total = torch.zeros(self.size // self.parts, dtype=self.slots[0].item.master, device=self.device)
+        return self.own(self.total, slot)
+
+    def whole_gradient(self) -> torch.Tensor:
+        """The buffer that micro-batches store and add to, made where there is none."""
         if self.gradient is None:
             self.gradient = torch.zeros(self.size, dtype=self.slots[0].item.master, device=self.device)
         return self.gradient
 
+    def take(self, part: torch.Tensor, keep: bool) -> None:
+        """Add this rank's part of a reduction to those of the same step; the next gradients are stored again.
+
+        Args:
+            keep: the whole buffer, for the next micro-batch.
+        """
+        if self.summed and self.total is not None:
+            self.total.add_(part)
+        else:
+            self.total = part
+        self.summed = True
+        self.stored.clear()
+        if not keep:
+            self.gradient = None
+
+    def rescale(self, factor: float | torch.Tensor) -> None:
+        """Multiply the gradients."""
+        for buffer in (self.gradient, self.total):
+            if buffer is not None:
+                buffer.mul_(factor)
+
     def put(self, slot: Slot, gradient: torch.Tensor, scale: float) -> None:
         """Take a gradient of one micro-batch, times `scale`: store the first of a step, add later ones."""
-        target = self.gradient_of(slot)
+        target = self.view(self.whole_gradient(), slot)
         if slot.name not in self.stored:
             self.stored.add(slot.name)
             if scale == 1.0 or target.dtype != gradient.dtype:
@@ -128,7 +202,7 @@ class Chunk:
         """Zeros for the parameters that no micro-batch of the step has used."""
         for slot in self.slots:
             if slot.name not in self.stored:
-                self.gradient_of(slot).zero_()
+                self.view(self.whole_gradient(), slot).zero_()
                 self.stored.add(slot.name)
         self.phase = Phase.CLOSED
 
@@ -136,12 +210,13 @@ class Chunk:
         """The next gradient begins a new step."""
         self.stored.clear()
         self.arrived.clear()
+        self.summed = False
         self.phase = Phase.IDLE
 
     def publish(self) -> None:
-        """Masters to the working copy that the model computes with."""
-        if self.master is not self.work:
-            self.work.copy_(self.master)
+        """This rank's masters to its part of the working copy that the model computes with."""
+        if self.apart:
+            self.work[slice(*self.range)].copy_(self.master)
 
     @property
     def bytes_at_rest(self) -> int:
@@ -150,7 +225,13 @@ class Chunk:
         return sum(buffers.values())
 
 
-def pack(items: Sequence[Item], device: torch.device, limit_bytes: int | None = None) -> list[Chunk]:
+def size_of(slots: Sequence[Slot], parts: int = 1) -> int:
+    """Elements of a chunk: a multiple of what its parts are aligned to."""
+    unit = ALIGN * parts
+    return -(-max(slot.start + slot.item.room for slot in slots) // unit) * unit
+
+
+def places(items: Sequence[Item], limit_bytes: int | None = None) -> list[tuple[Slot, ...]]:
     """Place items, in order, into chunks of one dtype pair and reduction group.
 
     A chunk is at most the largest block; it ends on a block border unless that leaves more than 5 % of it unused.
@@ -159,19 +240,21 @@ def pack(items: Sequence[Item], device: torch.device, limit_bytes: int | None = 
         items: in the order in which their gradients are expected.
         limit_bytes: largest chunk; default the bytes of the largest block.
     """
-    chunks: list[Chunk] = []
+    chunks: list[tuple[Slot, ...]] = []
     keys = dict.fromkeys((item.work, item.master, item.group, item.trained) for item in items)
     for key in keys:
         mine = [item for item in items if (item.work, item.master, item.group, item.trained) == key]
         blocks = _blocks(mine)
         limit = limit_bytes or max(_bytes(block) for block in blocks)
-        for members in _fill(blocks, limit):
-            chunks.append(_chunk(members, device))
+        chunks += [_slots(members) for members in _fill(blocks, limit)]
     order = {item.name: i for i, item in enumerate(items)}
-    chunks.sort(key=lambda chunk: max(order[slot.name] for slot in chunk.slots))
-    for i, chunk in enumerate(chunks):
-        chunk.index = i
+    chunks.sort(key=lambda slots: max(order[slot.name] for slot in slots))
     return chunks
+
+
+def pack(items: Sequence[Item], device: torch.device, limit_bytes: int | None = None) -> list[Chunk]:
+    """Chunks of one part each, by `places`."""
+    return [Chunk(slots, device, i) for i, slots in enumerate(places(items, limit_bytes))]
 
 
 def _fill(blocks: Iterable[list[Item]], limit: int) -> Iterable[list[Item]]:
@@ -204,9 +287,9 @@ def _bytes(items: Sequence[Item]) -> int:
     return sum(item.room * item.master.itemsize for item in items)
 
 
-def _chunk(items: Sequence[Item], device: torch.device) -> Chunk:
+def _slots(items: Sequence[Item]) -> tuple[Slot, ...]:
     slots, start = [], 0
     for item in items:
         slots.append(Slot(item, start))
         start += item.room
-    return Chunk(tuple(slots), device)
+    return tuple(slots)

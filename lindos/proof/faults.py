@@ -92,7 +92,7 @@ def _wrong_kv_group(booster: Booster) -> Patches:
                     whole = booster.full(entry.name)
                     rolled = whole.roll(-(whole.shape[0] // heads.key_value), 0)
                     local = plan.data.value(entry.name)
-                    for box in entry.at_rest.boxes(plan.world.mesh):
+                    for box in plan.ledger.kept(entry.name).boxes(plan.world.mesh):
                         part = rolled[tuple(slice(a, b) for a, b in box.full)]
                         local[tuple(slice(a, b) for a, b in box.local)] = part
     return []

@@ -105,19 +105,19 @@ def _doubled(dtype: torch.dtype, booster: Booster) -> Iterator[None]:
 
 
 def _drifted(booster: Booster, names: list[str]) -> list[str]:
-    """Tensors whose replicas are not bit-equal over the ranks that hold them."""
+    """Tensors whose replicas, of masters or of working copies, are not bit-equal over the ranks that hold them."""
     plan = booster._plan
     assert plan is not None
-    sums = {name: checksum(plan.data.value(plan.ledger.parameter(name).name)) for name in names}
+    own = {name: plan.ledger.parameter(name).name for name in names}
+    sums = {name: [checksum(plan.data.value(own[name])), checksum(plan.data.work(own[name]))] for name in names}
     everyone = plan.world.exchange(sums, "replicas")
     found = []
     for name in names:
-        layout = plan.ledger.parameter(name).at_rest
-        for rank in range(plan.world.size):
-            first = layout.holders(plan.world.mesh, rank)[0]
-            if everyone[rank][name] != everyone[first][name]:
-                found.append(name)
-                break
+        layouts = plan.ledger.kept(name), plan.ledger.parameter(name).in_use
+        firsts = ((i, rank, layout.holders(plan.world.mesh, rank)[0])
+                  for i, layout in enumerate(layouts) for rank in range(plan.world.size))  # fmt: skip
+        if any(everyone[rank][name][i] != everyone[first][name][i] for i, rank, first in firsts):
+            found.append(name)
     return found
 
 

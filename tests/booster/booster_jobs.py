@@ -8,6 +8,7 @@ import torch
 
 import lindos
 from lindos.comm.record import record
+from lindos.core.errors import LindosError
 from lindos.hf.twin import batch, twin, twin_config
 
 PLANS = {
@@ -16,6 +17,12 @@ PLANS = {
     "tp2": (2, lindos.HybridParallel(tp=2)),
     "tp4": (4, lindos.HybridParallel(tp=4)),
     "dp2xtp2": (4, lindos.HybridParallel(tp=2)),
+}
+ZERO = {
+    "zero1": (2, lindos.LowLevelZero()),
+    "zero2": (2, lindos.LowLevelZero(stage=2)),
+    "zero2xtp2": (4, lindos.LowLevelZero(stage=2, tp=2)),
+    "zero1, 2 replicas": (4, lindos.LowLevelZero(zero_replicas=2)),
 }
 WIDE = {"heads": 8, "kv_heads": 2, "vocabulary": 131}
 
@@ -86,7 +93,7 @@ def logits_and_own_loss(world: Any, plugin: Any) -> dict[str, Any]:
 
 def micro_batches(world: Any, plugin: Any, pieces: int) -> tuple[float, float, dict[str, torch.Tensor]]:
     booster, model, _ = boosted(plugin, micro_batches=pieces)
-    result = booster.step(share(joined_batch(model.config, 0, rows=14), booster.mesh))
+    result = booster.step(share(joined_batch(model.config, 0, rows=15), booster.mesh))
     return result.loss, result.grad_norm, {n: booster.full(n) for n, _ in model.named_parameters()}
 
 
@@ -247,3 +254,74 @@ def bad(world: Any, plugin: Any, case: str) -> None:
     if case == "nan":
         model.model.layers[1].register_forward_hook(lambda *_: _[2] * float("nan"))
     booster.step(batch_)
+
+
+def zero_bytes(world: Any, plugin: Any, precision: str, micros: int) -> dict[str, Any]:
+    """Bytes of one AdamW step's chunks, from the storages that exist; of the ledger; and received over dp."""
+    options = {"optimizer": torch.optim.AdamW, "precision": precision, "micro_batches": micros}
+    booster, model, optimizer = boosted(plugin, torch.float32, **options)
+    rows = 3 * booster.mesh.size("dp")
+    booster.step(share(joined_batch(model.config, 0, rows=rows), booster.mesh))
+    with record() as seen:
+        booster.step(share(joined_batch(model.config, 1, rows=rows), booster.mesh))
+    plan = booster._plan
+    chunks, mesh = plan.data.chunks, plan.world.mesh
+    received: dict[str, float] = {}
+    for call in seen.calls:
+        if call.name.startswith("chunk"):
+            received[call.op] = received.get(call.op, 0) + call.received_bytes
+
+    def storages(buffers: list) -> int:
+        found = {b.untyped_storage().data_ptr(): b.untyped_storage().nbytes() for b in buffers if b is not None}
+        return sum(found.values())
+
+    moments = [value for state in optimizer.state.values() for key, value in state.items() if key == "exp_avg"]
+    return {
+        "elements": sum(p.numel() for p in model.parameters()),
+        "padded": sum(chunk.size for chunk in chunks),
+        "chunks": sum(len(chunk.slots) for chunk in chunks),
+        "parameters": storages([chunk.work for chunk in chunks]),
+        "masters": storages([chunk.master for chunk in chunks if chunk.apart]),
+        "gradients": storages([chunk.gradient for chunk in chunks] + [chunk.total for chunk in chunks]),
+        "received": received,
+        "ledger": {
+            **{kind: plan.ledger.local_bytes([kind], mesh) for kind in ("parameter", "gradient", "state")},
+            "moments": sum(value.numel() for value in moments),
+        },
+    }
+
+
+def frozen(world: Any, plugin: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Two AdamW steps with a frozen table and two optimizer groups."""
+    model = model_of()
+    model.model.embed_tokens.weight.requires_grad_(False)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [{"params": trained[:3], "lr": 0.01}, {"params": trained[3:], "weight_decay": 0.2}]
+    booster = lindos.Booster(plugin, max_norm=0.5)
+    model, *_ = booster.boost(model, torch.optim.AdamW(groups, lr=0.02))
+    losses = [booster.step(share(joined_batch(model.config, i), booster.mesh)).loss for i in range(2)]
+    return losses, {n: booster.full(n) for n, _ in model.named_parameters()}
+
+
+def refusal(world: Any, plugin: Any, name: str) -> str:
+    """What boost says."""
+    model = model_of(dtype=torch.float32)
+    make = {"adamw": torch.optim.AdamW, "adafactor": torch.optim.Adafactor}[name]
+    try:
+        lindos.Booster(plugin).boost(model, make(model.parameters(), lr=0.1))
+    except LindosError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def dictionaries(world: Any, plugin: Any) -> bool:
+    """model.state_dict() is whole and equal to full(); optimizer.state_dict() is refused."""
+    booster, model, optimizer = boosted(plugin)
+    booster.step(share(joined_batch(model.config, 0), booster.mesh))
+    assert "zero_stage 2: gradients, masters and optimizer state in 2 parts over dp" in booster.describe()
+    assert all(torch.equal(value, booster.full(name)) for name, value in model.state_dict().items())
+    try:
+        optimizer.state_dict()
+    except LindosError as error:
+        return "booster.save" in str(error)
+    return False

@@ -56,7 +56,6 @@ def test_options_are_checked(make, words):
 @pytest.mark.parametrize(
     "plugin",
     [
-        lindos.LowLevelZero(),
         lindos.Gemini(),
         lindos.HybridParallel(pp=2),
         lindos.HybridParallel(sp=2),

@@ -4,7 +4,8 @@ import booster_jobs as jobs
 import pytest
 import torch
 
-OTHERS = [name for name in jobs.PLANS if name != "one"]
+ALL = jobs.PLANS | jobs.ZERO
+OTHERS = [name for name in ALL if name != "one"]
 
 
 @pytest.fixture(scope="module")
@@ -14,7 +15,7 @@ def on(ranks):
     def run(job, plan, *arguments):
         key = (job.__name__, plan, *map(str, arguments))
         if key not in made:
-            size, plugin = jobs.PLANS[plan]
+            size, plugin = ALL[plan]
             made[key] = ranks.run(job, size, plugin, *arguments)
         return made[key]
 
@@ -26,7 +27,7 @@ def close(a, b, tolerance=1e-11):
         assert torch.allclose(a[name], b[name], rtol=0, atol=tolerance * float(b[name].abs().max() + 1e-9)), name
 
 
-@pytest.mark.parametrize("plan", list(jobs.PLANS))
+@pytest.mark.parametrize("plan", list(ALL))
 def test_step_and_loop_agree_and_equal_one_process(on, plan):
     one, results = on(jobs.step_and_loop, "one")[0], on(jobs.step_and_loop, plan)
     for mine in results:
@@ -47,13 +48,13 @@ def test_backwards_add_up_as_on_one_process(on, plan):
 def test_logits_are_whole_and_differentiable(on, plan):
     one = on(jobs.logits_and_own_loss, "one")[0]
     for rank, mine in enumerate(on(jobs.logits_and_own_loss, plan)):
-        parts = {"dp2": 2, "dp2xtp2": 2}.get(plan, 1)
-        coordinate = rank if plan == "dp2" else rank // 2 if plan == "dp2xtp2" else 0
+        size, plugin = ALL[plan]
+        parts, coordinate = size // plugin.tp, rank // plugin.tp
         assert torch.allclose(mine["logits"], one["logits"].chunk(parts)[coordinate], atol=1e-12)
         close(mine["gradients"], one["gradients"])
 
 
-@pytest.mark.parametrize("plan", list(jobs.PLANS))
+@pytest.mark.parametrize("plan", list(ALL))
 @pytest.mark.parametrize("pieces", [1, 3])
 def test_micro_batches_change_nothing(on, plan, pieces):
     one = on(jobs.micro_batches, "one", 1)[0]
@@ -74,7 +75,7 @@ def test_own_loss_function_is_normalised_by_its_global_count(on, plan):
         assert torch.allclose(weight, one[3], atol=1e-13)
 
 
-@pytest.mark.parametrize("plan", list(jobs.PLANS))
+@pytest.mark.parametrize("plan", list(ALL))
 def test_evaluate_takes_different_numbers_of_batches(on, plan):
     one = on(jobs.evaluated, "one")[0]
     for loss, count, training in on(jobs.evaluated, plan):

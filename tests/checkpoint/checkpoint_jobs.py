@@ -21,6 +21,7 @@ PLANS = {
     "tp4": (4, lindos.HybridParallel(tp=4)),
     "dp2xtp2": (4, lindos.HybridParallel(tp=2)),
 }
+ZERO = {"zero1": (2, lindos.LowLevelZero()), "zero2xtp2": (4, lindos.LowLevelZero(stage=2, tp=2))}
 CONFIG: dict[str, Any] = {"heads": 8, "kv_heads": 2, "vocabulary": 131}
 
 

@@ -1,5 +1,6 @@
 """Checkpoints: any plan loads any other, complete or absent, damage is named."""
 
+import itertools
 import json
 import random
 import shutil
@@ -12,6 +13,8 @@ import torch
 from lindos.checkpoint.load import manifest_of
 from lindos.core.errors import CheckpointError
 
+SHARDED = [("zero1", "zero1"), ("zero1", "one"), ("dp2xtp2", "zero1"), ("zero1", "zero2xtp2"),
+           ("zero2xtp2", "zero2xtp2"), ("zero2xtp2", "tp4"), ("one", "zero2xtp2")]  # fmt: skip
 BEFORE, AFTER = 3, 4  # five steps an epoch: the steps after cross into the next one
 
 
@@ -20,18 +23,17 @@ def saved(ranks, tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved")
     made = {}
     for dtype in (torch.float64, torch.float32):
-        for name, (size, plugin) in jobs.PLANS.items():
+        for name, (size, plugin) in (jobs.PLANS | jobs.ZERO).items():
             path = folder / f"{name}-{dtype.itemsize}"
             made[name, dtype] = path, ranks.run(jobs.start_and_save, size, plugin, str(path), dtype, BEFORE, AFTER)
     return made
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
-@pytest.mark.parametrize("to", list(jobs.PLANS))
-@pytest.mark.parametrize("source", list(jobs.PLANS))
+@pytest.mark.parametrize(("source", "to"), [*itertools.product(jobs.PLANS, jobs.PLANS), *SHARDED])
 def test_any_plan_loads_any_other(ranks, saved, source, to, dtype):
     path, before = saved[source, dtype]
-    size, plugin = jobs.PLANS[to]
+    size, plugin = (jobs.PLANS | jobs.ZERO)[to]
     results = ranks.run(jobs.load_and_go_on, size, plugin, str(path), dtype, AFTER)
     tolerance = 1e-11 if dtype == torch.float64 else 1e-6
     one = saved["one", dtype][1][0]
@@ -47,7 +49,7 @@ def test_any_plan_loads_any_other(ranks, saved, source, to, dtype):
 
 def _joined(numbers, size, plan):
     """Rows of each step over dp ranks, in order."""
-    tp = {"tp2": 2, "tp4": 4, "dp2xtp2": 2}.get(plan, 1)
+    tp = {"tp2": 2, "tp4": 4, "dp2xtp2": 2, "zero2xtp2": 2}.get(plan, 1)
     return [[n for row in rows for n in row] for rows in zip(*numbers[::tp])]
 
 

@@ -39,6 +39,21 @@ def test_tied_and_untied_at_tp4(ranks, tied):
     assert lindos.prove(type="llama", tp=4, twin=twin, ranks=ranks).verdict == "equal"
 
 
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {"dp": 2, "zero": 1, "micro_batches": 3, "twin": {"tied": True}}),
+        ("llama", {"dp": 2, "tp": 2, "zero": 2, "micro_batches": 3, "twin": {"heads": 6, "kv_heads": 3}}),
+        ("llama", {"dp": 2, "tp": 2, "zero": 1, "twin": {"heads": 4, "kv_heads": 1, "vocabulary": 131}}),
+        ("mixtral", {"dp": 3, "zero": 2, "recompute": "full"}),
+        ("mamba", {"dp": 4, "zero": 2, "zero_replicas": 2, "micro_batches": 2}),
+    ],
+)
+def test_states_shared_over_dp(ranks, family, options):
+    report = lindos.prove(type=family, steps=2, max_norm=1.0, ranks=ranks, **options)
+    assert report.verdict == "equal", report.text()
+
+
 def test_uneven_heads_are_equal_too(ranks):
     assert lindos.prove(type="llama", tp=3, twin={"heads": 4}, ranks=ranks).verdict == "equal"
 
@@ -47,7 +62,7 @@ def test_uneven_heads_are_equal_too(ranks):
     ("options", "words"),
     [
         ({"type": "llama", "tp": 2, "pp": 2}, "pipeline parallelism is not served yet"),
-        ({"type": "llama", "dp": 2, "plugin": "zero1"}, "not served yet"),
+        ({"type": "llama", "dp": 2, "plugin": "gemini_auto"}, "not served yet"),
         ({"type": "llama", "tp": 8}, "tp=8 cannot cut 4 query heads"),
         ({"type": "gpt2", "tp": 2, "rules": {"tensor": {"transformer.h.*.mlp.c_f": "column"}}}, "matches no module"),
     ],
