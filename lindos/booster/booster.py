@@ -23,7 +23,7 @@ from lindos.comm.launch import current
 from lindos.comm.world import World
 from lindos.core.errors import InputError, LindosError, NumbersError, RefusedError, nearest
 from lindos.core.mesh import Mesh
-from lindos.hf import models
+from lindos.hf import models, refuse
 from lindos.hf.export import export as hf_export
 from lindos.optim.norms import total_norm
 from lindos.optim.optimizer import Optimizer
@@ -121,6 +121,7 @@ class Booster:
             rebuilt = over_dp(loader, self.mesh.coordinate("dp"), self.mesh.size("dp"), self._world.seed)
             _refuse_batch_norm(model)
             refuse_unkeyed(model)
+            refuse.contradictions(model)
             if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
                 raise RefusedError(
                     "ReduceLROnPlateau steps on a metric, which step() does not give it; call it yourself."

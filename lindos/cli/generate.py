@@ -62,6 +62,10 @@ def _check(given: argparse.Namespace) -> None:
         raise InputError(f"there is no folder {given.folder}. Give a Hugging Face folder or a checkpoint.")
     _sampling(given)
     file = Path(given.folder) / "config.json"
+    if given.model is not None and file.is_file():
+        raise InputError(f"{given.folder} holds a model of its own (config.json): --model is for a checkpoint alone.")
+    if given.rules is not None and given.trust_remote_code:
+        raise InputError("--rules say how ranks split a model, and remote code is not split. Leave one of them out.")
     if file.is_file() and "auto_map" in _read(file) and not given.trust_remote_code:
         raise RefusedError(
             f"{file} names code of its own (auto_map), which would run here with all your rights. Read it, then give "
@@ -88,6 +92,8 @@ def _rank(given: argparse.Namespace) -> int:
     from lindos.comm.launch import leave
 
     world = lindos.launch(given.seed)
+    if given.rules is not None and world.size == 1:
+        raise InputError("--rules say how ranks split a model, and there is one rank. Give --nproc N too.")
     if given.tp not in (None, world.size):
         raise InputError(f"--tp {given.tp} needs as many ranks, got {world.size}. Give --nproc {given.tp}.")
     model, tokenizer = _trusted(given, world) if given.trust_remote_code else _opened(given, world)

@@ -57,6 +57,10 @@ def _every(given: Any, options: dict[str, Any]) -> int:
     from lindos.proof import every
 
     table = Path(given.table) if given.table else None
+    for option in ("table", "page", "json"):
+        path = Path(getattr(given, option) or "file")
+        if path.is_dir() or not path.absolute().parent.is_dir():
+            raise InputError(f"--{option} must name a file in a folder that exists, got {path}.")
     lines = every.prove_all(given.only.split(",") if given.only else None, table=table, **options)
     print(every.summary(lines))
     if given.page:

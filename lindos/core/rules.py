@@ -42,6 +42,14 @@ ROLES = {
     "whole": "held whole by every rank; sees whole inputs",
 }
 KINDS = ("query", "key_value")
+# What a role takes besides; the others take blocks, heads and home.
+KEYS: dict[str, tuple[str, ...]] = {
+    "head_parameter": ("blocks", "heads", "home", "dim"),
+    **dict.fromkeys(
+        ("whole", "latent", "head_norm", "activation_parameter", "experts", "vocabulary_embedding", "vocabulary_head"),
+        (),
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -184,7 +192,13 @@ def _rule(pattern: str, value: Any) -> Rule:
     blocks = tuple(blocks) if isinstance(blocks, list) else blocks
     heads = tuple(heads) if isinstance(heads, list) else heads
     home, dim = value.get("home", ""), value.get("dim", 0)
-    if not isinstance(home, str) or not isinstance(dim, int):
+    role = value["role"]
+    takes = KEYS.get(role, ("blocks", "heads", "home")) if isinstance(role, str) else known
+    ignored = [key for key in value if key != "role" and key not in takes]
+    if ignored and role in ROLES:
+        what = f"takes {', '.join(takes)}" if takes else "takes nothing else"
+        raise RulesError(f"rule {pattern!r}: the role {role} {what}; got {', '.join(ignored)} too. Leave them out.")
+    if not isinstance(home, str) or not isinstance(dim, int) or isinstance(dim, bool):
         raise RulesError(f"rule {pattern!r}: home is the name of a module and dim a number; got {home!r} and {dim!r}.")
     return Rule(pattern, value["role"], blocks, heads, home, dim)
 

@@ -43,6 +43,12 @@ def _block(found: Found, name: str, module: nn.Module, modules: dict[str, nn.Mod
     if type(module).__name__ in blocks.ENTANGLED:
         found.left[name] = blocks.ENTANGLED[type(module).__name__]
         return
+    if getattr(module, "slow_but_exact", False) and getattr(module, "pretraining_tp", 1) > 1:
+        found.left[name] = "slow_but_exact reads its weights in slices"
+        return
+    if getattr(getattr(module, "config", None), "use_prompt", False) and "Attention" in type(module).__name__:
+        found.left[name] = "prompts come with all heads"
+        return
     for make in (*mixers.MAKERS, *blocks.MAKERS):
         block = Block(name, module, modules, parts)
         try:

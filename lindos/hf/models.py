@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 from lindos.core.errors import DataError, InputError, LindosError, RefusedError, nearest
+from lindos.hf import refuse
+from lindos.parallel.dropout import fields_of
 
 ENDINGS = {
     "masked": ("ForMaskedLM", "XLMWithLMHeadModel", "FlaubertWithLMHeadModel"),  # the last two by their loss
@@ -85,6 +87,7 @@ def config_of(path_or_type: str, **overrides: Any) -> Any:
         except Exception as error:  # a type that this transformers does not know, or numbers that contradict each other
             raise InputError(f"{folder / 'config.json'} is no configuration that transformers {version()} takes: "
                              f"{_line(error)}") from error  # fmt: skip
+        refuse.quantised(config, folder)
         make = functools.partial(AutoConfig.from_pretrained, path_or_type)
     elif path_or_type in CONFIG_MAPPING:
         make = CONFIG_MAPPING[path_or_type]
@@ -109,13 +112,20 @@ def model_of(config: Any) -> nn.Module:
 
     Raises:
         InputError: transformers cannot build it.
+        RefusedError: it names a class that transformers does not have, or is quantised.
     """
     import transformers
 
     from lindos.hf import kinds
 
+    refuse.quantised(config)
     named = next(iter(getattr(config, "architectures", None) or ()), "")
     cls = getattr(transformers, named, None)
+    if named and cls is None:
+        raise RefusedError(
+            f"the configuration names the class {named} (architectures), which transformers {version()} does not have. "
+            "Name one that it has in config.json, or take the field out for the type's own."
+        )
     try:
         if cls is not None and issubclass(cls, transformers.PreTrainedModel):
             return cls._from_config(config)
@@ -257,12 +267,21 @@ def other_loss(model: nn.Module) -> str | None:
         return "it predicts several tokens at each position and sums over them"
     if kind_of(model) == "conditional" and getattr(model.config, "output_router_logits", False):
         return "it adds losses of its routers (set config.output_router_logits=False)"
+    if _adds_router_loss(model.config):
+        return "it adds losses of its routers by coefficients of its own (set output_router_logits=False)"
     if kind_of(model) == "classification":
         config = model.config
         problem = getattr(config, "problem_type", None)
         if problem in ("regression", "multi_label_classification") or getattr(config, "num_labels", 2) == 1:
             return f"its loss is a {(problem or 'regression').replace('_', ' ')}, not a cross-entropy over classes"
     return None
+
+
+def _adds_router_loss(config: Any) -> bool:
+    """Whether routers are asked for their loss, and it is not by the one coefficient that is known."""
+    asked = any(name.endswith("output_router_logits") and value is True for name, value in fields_of(config))
+    own = getattr(config, "output_router_logits", False) and hasattr(config, "router_aux_loss_coef")
+    return asked and not own
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -118,7 +118,7 @@ def is_proven(name: str, lines: frozenset[str], shape: str, version: str | None 
     """Whether every line of a type was shown to be equal with this transformers minor, and nothing to differ."""
     version = minor(version or models.version())
     entries = [read(path).get(version, {}).get(name, {}) for path in (CACHE, SHIPPED)]
-    if any(entry.get("shapes", {}).get(shape) == "differs" for entry in entries):
+    if any(sorted(lines) in entry.get("differs", {}).get(shape, ()) for entry in entries):
         return False
     return bool(lines) and lines <= {line for entry in entries for line in entry.get("lines", ())}
 
@@ -129,6 +129,7 @@ def check(model: nn.Module, rules: Rules, heads: Mapping[str, Heads], axes: dict
     Raises:
         RefusedError: says how to prove them here.
     """
+    _refuse_foreign(model, rules)
     name, shape, tp = name_of(model), shape_of(axes, heads.values()), axes["tp"]
     if is_proven(name, lines_of(model, rules, heads), shape):
         return
@@ -141,14 +142,44 @@ def check(model: nn.Module, rules: Rules, heads: Mapping[str, Heads], axes: dict
     )
 
 
+def _refuse_foreign(model: nn.Module, rules: Rules) -> None:
+    """A class from elsewhere in the place of one of transformers' may compute anything, by the same names and shapes.
+
+    Raises:
+        RefusedError: names the module and its class.
+    """
+    modules = dict(model.named_modules())
+    for rule in rules.rules:
+        cls = type(modules.get(rule.pattern))
+        place = f"{cls.__module__}."
+        if cls is type(None) or place.startswith("torch.nn."):
+            continue
+        if not place.startswith("transformers.") or place.startswith("transformers.integrations."):
+            raise RefusedError(
+                f"{rule.pattern} is a {cls.__module__}.{cls.__qualname__}: rules are inferred for the classes of torch "
+                "and of transformers' models only, and proofs are of those. Write rules (docs/rules.md), or accept "
+                "the inferred ones with unproven=True."
+            )
+
+
 def remember(name: str, lines: Iterable[str], shape: str, verdict: str = "equal", path: Path | None = None) -> None:
-    """Add a verdict to a table; lines that another configuration has proven stay."""
+    """Add a verdict to a table; lines that another configuration has proven stay.
+
+    What differs is kept as the whole set of lines until the same set is equal: each of them may be right elsewhere.
+    """
     path = path or CACHE
     table = json.loads(json.dumps(read(path)))
     entry = table.setdefault(minor(models.version()), {}).setdefault(name, {})
     if verdict == "equal":
         entry["lines"] = sorted({*entry.get("lines", ()), *lines})
         entry.pop("reason", None)
+    differs = entry.pop("differs", {})
+    sets = [known for known in differs.get(shape, ()) if known != sorted(lines)]
+    if verdict == "differs":
+        sets.append(sorted(lines))
+    differs = {**differs, shape: sets}
+    if any(differs.values()):
+        entry["differs"] = {key: value for key, value in differs.items() if value}
     entry.setdefault("shapes", {})[shape] = verdict
     write(path, table)
 

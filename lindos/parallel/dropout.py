@@ -185,13 +185,9 @@ def refuse_unkeyed(model: nn.Module) -> None:
         attention = isinstance(module, nn.MultiheadAttention) and module.dropout > 0
         if attention or (isinstance(module, unkeyed) and module.p > 0):
             raise RefusedError(f"{name} ({type(module).__name__}) drops by numbers of its own. Set its dropout to 0.")
-    config = getattr(model, "config", None)
-    for key, value in (config.to_dict() if hasattr(config, "to_dict") else {}).items():
-        if (
-            ("layerdrop" in key or "jitter" in key or "drop_path" in key)
-            and isinstance(value, int | float)
-            and value > 0
-        ):
+    for key, value in fields_of(getattr(model, "config", None)):
+        drawn = any(word in key for word in ("layerdrop", "jitter", "drop_path", "apply_spec_augment"))
+        if drawn and isinstance(value, int | float) and value > 0:
             raise RefusedError(f"config.{key}={value} draws numbers that differ between plans. Set it to 0.")
 
 
@@ -201,6 +197,17 @@ def has_dropout(model: nn.Module) -> bool:
         return True
     if any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in model.modules()):
         return True
-    config = getattr(model, "config", None)
-    values = config.to_dict() if hasattr(config, "to_dict") else {}
-    return any("drop" in key and isinstance(value, float) and value > 0 for key, value in values.items())
+    fields = fields_of(getattr(model, "config", None))
+    return any("drop" in key.lower() and isinstance(value, int | float) and value > 0 for key, value in fields)
+
+
+def fields_of(config: Any) -> Iterator[tuple[str, Any]]:
+    """(dotted name, value) of the fields of a configuration, those inside it too."""
+    stack: list[tuple[str, Any]] = [("", config.to_dict() if hasattr(config, "to_dict") else {})]
+    while stack:
+        prefix, fields = stack.pop()
+        for name, value in fields.items():
+            if isinstance(value, dict):
+                stack.append((f"{prefix}{name}.", value))
+            else:
+                yield f"{prefix}{name}", value

@@ -164,8 +164,11 @@ def page(table: Path) -> str:
             for shape in shapes
         ]
         cut = max((entry.get("cut", 0.0) for entry in entries.values()), default=0.0)
-        reasons = {entry["reason"] for entry in entries.values() if entry.get("reason")}
-        reason = next(iter(sorted(reasons)), "").replace("|", "/")[:160]
+        reasons: dict[str, list[str]] = {}
+        for version, entry in entries.items():
+            if entry.get("reason"):
+                reasons.setdefault(entry["reason"].replace("|", "/")[:160], []).append(version)
+        reason = "; ".join(f"{', '.join(versions)}: {text}" for text, versions in reasons.items())
         lines.append(f"| {name} | " + " | ".join(cells) + f" | {f'{cut:.0%}' if cut else ''} | {reason} |")
     return "\n".join(lines) + "\n"
 

@@ -150,8 +150,10 @@ def dropped(world: Any, plugin: Any, kind: str, options: dict[str, Any]) -> list
     words = {k: v for k, v in WIDE.items() if kind != "gpt2" or k != "kv_heads"}  # gpt2 has as many kv heads as heads
     config = twin_config(kind, **words)
     for name, value in options.items():
-        assert hasattr(config, name)
-        setattr(config, name, value)
+        outer, _, leaf = name.rpartition(".")
+        owner = getattr(config, outer) if outer else config
+        assert hasattr(owner, leaf)
+        setattr(owner, leaf, value)
     model = twin(config, seed=1, dtype=torch.float64).train()
     booster = lindos.Booster(plugin)
     model, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))

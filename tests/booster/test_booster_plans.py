@@ -105,6 +105,7 @@ def test_two_models_in_one_process_do_not_meet(on):
     [
         ("gpt2", {"resid_pdrop": 0.2, "embd_pdrop": 0.1, "attn_pdrop": 0.3}),
         ("llama", {"attention_dropout": 0.3}),
+        ("dbrx", {"attn_config.attn_pdrop": 0.3}),
     ],
 )
 def test_dropout_is_the_same_under_every_plan(ranks, kind, options):

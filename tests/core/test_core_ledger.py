@@ -65,6 +65,7 @@ CHANGES = [
     {"home": "host"},
     {"tied": ("v",)},
     {"trained": False},
+    {"inside": True},
 ]
 
 

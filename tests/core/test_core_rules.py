@@ -91,6 +91,9 @@ def test_every_role_can_be_written(role):
         ({"wte": {"role": "column", "blocks": "3"}}, "got '3'"),
         ({"wte": {"role": "column", "blocks": [4, 0]}}, r"got \(4, 0\)"),
         ({"wte": {"role": "column", "blocks": []}}, r"got \(\)"),
+        ({"wte": {"role": "whole", "blocks": 7}}, "the role whole takes nothing else; got blocks too"),
+        ({"wte": {"role": "column", "dim": 1}}, "the role column takes blocks, heads, home; got dim too"),
+        ({"wte": {"role": "head_parameter", "dim": True}}, "dim a number; got '' and True"),
     ],
 )
 def test_errors(table, message):

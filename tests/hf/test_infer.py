@@ -172,6 +172,12 @@ def test_slices_that_a_forward_fixes_leave_attention_whole():
     assert not any(".attn." in rule.pattern for rule in found.rules)
 
 
+def test_weights_read_past_their_module_leave_it_whole():
+    found = infer(twin("bloom", dtype=torch.float32, slow_but_exact=True, pretraining_tp=2), 2)
+    assert set(found.left.values()) == {"slow_but_exact reads its weights in slices"}
+    assert not any(rule.role == "row" for rule in found.rules)
+
+
 class Grouped(nn.Module):
     """Experts side by side: [experts, a, b]."""
 

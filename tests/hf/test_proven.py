@@ -1,11 +1,13 @@
 """The table of proven rules: what ships is current, what is not in it is refused, what is proven here is remembered."""
 
+import pytest
 import torch
 
 import lindos
 from lindos.core.errors import RefusedError
 from lindos.hf import models, proven
 from lindos.hf.infer import infer
+from lindos.hf.rules import rules_of
 from lindos.hf.twin import twin, types
 from lindos.parallel.tensor.heads import Heads
 from lindos.parallel.tensor.kind import Tensor
@@ -79,3 +81,30 @@ def test_a_difference_anywhere_takes_an_old_verdict_away(tmp_path, monkeypatch):
     proven.remember("llama", ["aaaa"], "tp", "differs")
     assert not proven.is_proven("llama", frozenset(["aaaa"]), "tp")
     assert not proven.is_proven("llama", frozenset(["aaaa", "bbbb"]), "tp shared")
+
+
+def test_a_difference_is_of_its_own_lines_and_another_proof_does_not_take_it_away(tmp_path, monkeypatch):
+    monkeypatch.setattr(proven, "CACHE", tmp_path / "cache.json")
+    monkeypatch.setattr(proven, "SHIPPED", tmp_path / "shipped.json")
+    proven.remember("llama", ["aaaa", "bbbb"], "tp", "differs")
+    proven.remember("llama", ["aaaa", "bbbb", "cccc"], "tp")
+    proven.remember("llama", ["dddd"], "tp", "differs")
+    assert not proven.is_proven("llama", frozenset(["aaaa", "bbbb"]), "tp")
+    assert proven.is_proven("llama", frozenset(["aaaa", "bbbb", "cccc"]), "tp")
+    proven.remember("llama", ["aaaa", "bbbb"], "tp")
+    assert proven.is_proven("llama", frozenset(["aaaa", "bbbb"]), "tp")
+
+
+class Scaled(torch.nn.Linear):
+    """A product with more to it, under the name and shape of a plain one."""
+
+    def forward(self, input):
+        return super().forward(input / input.abs().amax(-1, keepdim=True))
+
+
+def test_a_class_from_elsewhere_is_not_covered_by_a_proof():
+    model = twin("llama", dtype=torch.float32)
+    down = model.model.layers[1].mlp.down_proj
+    model.model.layers[1].mlp.down_proj = Scaled(down.in_features, down.out_features, bias=False)
+    with pytest.raises(RefusedError, match=r"layers\.1\.mlp\.down_proj is a .*Scaled: rules are inferred"):
+        proven.check(model, rules_of(model, 2), {}, {"tp": 2})
