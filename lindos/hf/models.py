@@ -267,7 +267,7 @@ def other_loss(model: nn.Module) -> str | None:
         return "it predicts several tokens at each position and sums over them"
     if kind_of(model) == "conditional" and getattr(model.config, "output_router_logits", False):
         return "it adds losses of its routers (set config.output_router_logits=False)"
-    if _adds_router_loss(model.config):
+    if _adds_router_loss(getattr(model, "config", None)):
         return "it adds losses of its routers by coefficients of its own (set output_router_logits=False)"
     if kind_of(model) == "classification":
         config = model.config

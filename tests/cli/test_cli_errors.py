@@ -87,7 +87,10 @@ def test_python_m_lindos():
 def test_run_starts_ranks_of_a_script_and_maps_failures(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
-        "import os, sys; print('rank', os.environ['RANK'], sys.argv[1:], flush=True); sys.exit(int(sys.argv[1]))"
+        "import os, sys\n"
+        "text = f'rank {os.environ[\"RANK\"]} {sys.argv[1:]}\\n'\n"
+        "os.write(1, text.encode())  # in one piece: both ranks write to one pipe\n"
+        "sys.exit(int(sys.argv[1]))\n"
     )
     command = [sys.executable, "-m", "lindos", "run", "--nproc", "2", str(script)]
     done = subprocess.run([*command, "0", "--nproc"], capture_output=True, text=True, timeout=120)
