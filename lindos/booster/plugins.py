@@ -107,7 +107,7 @@ class Plugin:
             "ep": "expert parallelism",
             "pp": "pipeline parallelism",
             "sp": "sequence parallelism",
-            "zero": "sharded parameters",
+            **({"zero": "sharded parameters"} if self.zero == 3 else {}),
             "tensor": "multi-dimensional tensor parallelism",
             "sequence": "sequence parallelism",
             "schedule": "pipeline parallelism",
@@ -120,7 +120,7 @@ class Plugin:
         }
         for field, what in unserved.items():
             value = getattr(self, field)
-            if value != getattr(default, field) and (field, value) not in (("zero", 1), ("zero", 2)):
+            if value != getattr(default, field):
                 raise RefusedError(
                     f"{self.name}({field}={value!r}): {what} is not served yet. Leave {field} at its default."
                 )

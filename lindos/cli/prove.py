@@ -23,6 +23,10 @@ def main(arguments: Sequence[str]) -> int:
         raise InputError(
             "--table, --page and --only go with lindos prove --all; a single proof is remembered by itself."
         )
+    for option in ("table", "page", "json"):
+        path = Path(getattr(given, option) or "file")
+        if path.is_dir() or not path.absolute().parent.is_dir():
+            raise InputError(f"--{option} must name a file in a folder that exists, got {path}.")
     names = ("tp", "pp", "sp", "zero", "rules", "recompute", "compile", "activations", "kind")
     axes = {name: getattr(given, name) for name in names}
     if str(given.recompute)[:1].isdigit():
@@ -57,10 +61,6 @@ def _every(given: Any, options: dict[str, Any]) -> int:
     from lindos.proof import every
 
     table = Path(given.table) if given.table else None
-    for option in ("table", "page", "json"):
-        path = Path(getattr(given, option) or "file")
-        if path.is_dir() or not path.absolute().parent.is_dir():
-            raise InputError(f"--{option} must name a file in a folder that exists, got {path}.")
     lines = every.prove_all(given.only.split(",") if given.only else None, table=table, **options)
     print(every.summary(lines))
     if given.page:
@@ -118,4 +118,4 @@ def _write(file: Path, content: Any) -> None:
     try:
         file.write_text(content if isinstance(content, str) else json.dumps(content, indent=2) + "\n", "utf-8")
     except OSError as error:
-        raise InputError(f"--json must name a file that can be written, got {file}: {error.strerror}.") from error
+        raise InputError(f"{file} cannot be written: {error.strerror}.") from error

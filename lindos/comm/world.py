@@ -126,6 +126,15 @@ class World:
         parts = rows.view(n, *x.shape)
         return parts.flatten(0, 1) if dim == 0 else torch.cat(parts.unbind(0), dim)
 
+    def gather_into(self, whole: torch.Tensor, axes: Axes, name: str) -> None:
+        """Fill a flat, contiguous tensor, in which this rank's even part lies in its place, with those of the group.
+
+        Communicates: all_gather over axes, (n-1)/n of the elements a rank.
+        """
+        rows = whole.view(self.mesh.size(axes), -1)
+        mine = rows[self.mesh.coordinate(axes)]
+        self._call("all_gather", mine, axes, name, whole.numel(), lambda g, s: g.all_gather(rows, mine, s), 0)
+
     @opaque
     def reduce_scatter(self, x: torch.Tensor, axes: Axes, dim: int, name: str) -> torch.Tensor:
         """This rank's even part along dim of the sum of x over the group, contiguous.
@@ -138,7 +147,7 @@ class World:
         dim = dim % x.dim()
         if x.shape[dim] % n:
             raise InputError(f"reduce_scatter {name!r} over {axes}: dim {dim} of {list(x.shape)} must divide by {n}.")
-        parts = torch.stack(x.chunk(n, dim))
+        parts = x.unflatten(dim, (n, -1)).movedim(dim, 0).contiguous()  # along dim 0 this is x itself
         out = torch.empty_like(parts[0])
         rows = parts.view(n, out.numel())
         self._call(
@@ -386,7 +395,7 @@ class Fake:
             out.copy_(x)
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor, signature: int) -> None:
-        out.copy_(x.expand_as(out))
+        out.copy_(x.clone().expand_as(out))  # x may be one of its rows
 
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, signature: int) -> None:
         out.copy_(x[0])

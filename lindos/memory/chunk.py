@@ -51,7 +51,12 @@ class Item:
     @property
     def room(self) -> int:
         """Elements that it takes in a chunk, alignment included."""
-        return -(-max(self.numel, self.largest) // ALIGN) * ALIGN
+        return -(-self.extent // ALIGN) * ALIGN
+
+    @property
+    def extent(self) -> int:
+        """Elements on the rank that holds most."""
+        return max(self.numel, self.largest)
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,7 @@ class Slot:
 
     def inside(self, first: int, last: int) -> tuple[int, int]:
         """The range of its own elements, those of the largest rank included, that lies in a range of the chunk."""
-        low, high = max(first, self.start), min(last, self.start + max(self.item.numel, self.item.largest))
+        low, high = max(first, self.start), min(last, self.start + self.item.extent)
         return (low - self.start, high - self.start) if low < high else (0, 0)
 
 
@@ -173,10 +178,10 @@ class Chunk:
             self.gradient = None
 
     def rescale(self, factor: float | torch.Tensor) -> None:
-        """Multiply the gradients."""
-        for buffer in (self.gradient, self.total):
-            if buffer is not None:
-                buffer.mul_(factor)
+        """Multiply the gradients, or this rank's part of them."""
+        buffer = self.gradient if self.parts == 1 else self.total
+        if buffer is not None:
+            buffer.mul_(factor)
 
     def put(self, slot: Slot, gradient: torch.Tensor, scale: float) -> None:
         """Take a gradient of one micro-batch, times `scale`: store the first of a step, add later ones."""

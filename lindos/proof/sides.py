@@ -97,7 +97,7 @@ def _doubled(dtype: torch.dtype, booster: Booster) -> Iterator[None]:
             (tape, ("onto",)),
             (Homes, ("evict",)),
             (Away, ("begin",)),
-            (World, ("all_reduce", "begin_all_reduce", "all_gather", "reduce_scatter")),
+            (World, ("all_reduce", "begin_all_reduce", "all_gather", "gather_into", "reduce_scatter")),
         ):
             for name in names:
                 stack.enter_context(patch.object(owner, name, double.outside(getattr(owner, name))))

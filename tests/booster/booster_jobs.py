@@ -72,10 +72,10 @@ def step_and_loop(world: Any, plugin: Any) -> dict[str, Any]:
     return results
 
 
-def accumulated(world: Any, plugin: Any) -> dict[str, torch.Tensor]:
-    """Gradients of two backwards before one step."""
+def accumulated(world: Any, plugin: Any, first: bool = False) -> dict[str, torch.Tensor]:
+    """Gradients of two backwards before one step; `first`: the first one is said to be the last, too."""
     booster, model, _ = boosted(plugin)
-    for i, last in ((0, False), (1, True)):
+    for i, last in ((0, first), (1, True)):
         booster.backward(model(**share(joined_batch(model.config, i), booster.mesh)).loss, last=last)
     return {n: booster.gradient(n) for n, _ in model.named_parameters()}
 

@@ -38,9 +38,10 @@ def test_step_and_loop_agree_and_equal_one_process(on, plan):
         assert torch.allclose(mine["gradient"], one["gradient"], atol=1e-12)
 
 
+@pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("plan", OTHERS)
-def test_backwards_add_up_as_on_one_process(on, plan):
-    for mine in on(jobs.accumulated, plan):
+def test_backwards_add_up_as_on_one_process(on, plan, first):
+    for mine in on(jobs.accumulated, plan, first):
         close(mine, on(jobs.accumulated, "one")[0])
 
 

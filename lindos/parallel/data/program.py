@@ -234,8 +234,7 @@ class Data:
         for chunk in self.chunks if frozen else self._trained:
             chunk.publish()
             if chunk.parts > 1:
-                mine = chunk.work[slice(*chunk.range)]
-                chunk.work.copy_(self.world.all_gather(mine, self.axis, 0, f"chunk {chunk.index}"))
+                self.world.gather_into(chunk.work, self.axis, f"chunk {chunk.index}")
 
     def forget(self) -> None:
         """zero_grad: the next backward stores instead of adding."""
