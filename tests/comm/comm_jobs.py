@@ -67,7 +67,7 @@ def reductions(world: World, shape: tuple[int, ...], dtype: torch.dtype) -> byte
 
 
 def moves(world: World, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """all_gather, reduce_scatter, all_to_all and broadcast along every dim, from tensors of every stride."""
+    """all_gather, in place too, reduce_scatter, all_to_all and broadcast along every dim, from tensors of every stride."""
     n, rank = world.size, world.rank
     for dim in range(-1, len(shape)):
         parts = [drawn(r, shape, dtype) for r in range(n)]
@@ -80,6 +80,10 @@ def moves(world: World, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         same(wholes[rank], drawn(rank, tuple(wide), dtype))
         turned = [w.mT.contiguous().mT for w in wholes]
         near(world.reduce_scatter(turned[rank], "dp", dim, "turned"), [w.chunk(n, dim)[rank] for w in wholes])
+    parts = [drawn(r, shape, dtype).reshape(-1) for r in range(n)]
+    whole = torch.cat([part if r == rank else torch.zeros_like(part) for r, part in enumerate(parts)])
+    world.gather_into(whole, "dp", "in place")
+    same(whole, torch.cat(parts))
     rows = [drawn(r, (n, *shape), dtype) for r in range(n)]
     same(world.all_to_all(rows[rank], "dp", "exchange"), torch.stack([rows[r][rank] for r in range(n)]))
     turned_rows = rows[rank].mT.contiguous().mT
