@@ -67,7 +67,7 @@ def reductions(world: World, shape: tuple[int, ...], dtype: torch.dtype) -> byte
 
 
 def moves(world: World, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """all_gather, in place too, reduce_scatter, all_to_all and broadcast along every dim, from tensors of every stride."""
+    """all_gather (in place too), reduce_scatter, all_to_all and broadcast along every dim, from any strides."""
     n, rank = world.size, world.rank
     for dim in range(-1, len(shape)):
         parts = [drawn(r, shape, dtype) for r in range(n)]
