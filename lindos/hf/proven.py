@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import json
 import os
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -63,9 +65,20 @@ def lines_of(model: nn.Module, rules: Rules, heads: Mapping[str, Heads]) -> froz
         texts |= {f"{folded} local {pair}" for pair in home.local} | {f"{folded} given {arg}" for arg in home.arguments}
     config = getattr(model, "config", None)
     for name, value in vars(config).items() if config is not None else ():
-        if FLAGS.search(name) and isinstance(value, bool | str):
+        if FLAGS.search(name) and isinstance(value, bool | str) and _is_read(name, model):
             texts.add(f"flag {name}={value}")
     return frozenset(hashlib.blake2b(text.encode(), digest_size=4).hexdigest() for text in texts)
+
+
+def _is_read(name: str, model: nn.Module) -> bool:
+    """Whether a field can change this model: its class declares it, or its code names it. Old folders carry others."""
+    if hasattr(type(model.config), name):
+        return True
+    module = sys.modules.get(type(model).__module__)
+    try:
+        return module is None or name in inspect.getsource(module)
+    except (OSError, TypeError):  # no source to look into
+        return True
 
 
 def _class(module: nn.Module | None) -> str:
@@ -134,12 +147,21 @@ def check(model: nn.Module, rules: Rules, heads: Mapping[str, Heads], axes: dict
     if is_proven(name, lines_of(model, rules, heads), shape):
         return
     sizes = ",".join(f"{word}={size}" for word, size in twin_sizes(shape, tp)[0].items())
-    how = f"lindos prove --type {name} --tp {tp}{f' --twin {sizes}' * bool(sizes)}"
+    kind = _kind_to_prove(model)
+    how = f"lindos prove --type {name}{f' --kind {kind}' * bool(kind)} --tp {tp}{f' --twin {sizes}' * bool(sizes)}"
     raise RefusedError(
         f"the rules of {name} ({type(model).__name__}) were inferred and are not proven for the plan shape {shape!r} "
         f"with transformers {minor(models.version())}. Prove them here, in seconds ({how}, or --model DIR in place "
         "of the type): the result is remembered. Or write rules (docs/rules.md), or accept them with unproven=True."
     )
+
+
+def _kind_to_prove(model: nn.Module) -> str:
+    """The kind whose proof is of this class's blocks; empty for the type's own."""
+    kind = models.kind_of(model)
+    if kind == "classification":
+        return next((k for k in ("sequence", "token", "image") if f"For{k.title()}C" in type(model).__name__), "")
+    return kind if kind in ("masked", "conditional") else ""
 
 
 def _refuse_foreign(model: nn.Module, rules: Rules) -> None:

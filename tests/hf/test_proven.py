@@ -95,6 +95,29 @@ def test_a_difference_is_of_its_own_lines_and_another_proof_does_not_take_it_awa
     assert proven.is_proven("llama", frozenset(["aaaa", "bbbb"]), "tp")
 
 
+def test_a_field_that_nothing_reads_asks_for_no_proof():
+    """Folders of older versions carry such fields: MiniLM's position_embedding_type, for one."""
+
+    def lines(model_type, **fields):
+        model = twin(model_type, kind="masked" if model_type == "bert" else None, dtype=torch.float32)
+        for name, value in fields.items():
+            setattr(model.config, name, value)
+        return proven.lines_of(model, rules_of(model, 2), {})
+
+    assert lines("bert", position_embedding_type="absolute") == lines("bert")
+    assert lines("bloom", slow_parallel=True) == lines("bloom")
+    assert lines("falcon", alibi=True) != lines("falcon", alibi=False)
+
+
+@pytest.mark.parametrize(("model_type", "kind"), [("t5", "conditional"), ("vit", "image"), ("roberta", "masked")])
+def test_a_refusal_names_the_kind_to_prove(model_type, kind, monkeypatch, tmp_path):
+    monkeypatch.setattr(proven, "SHIPPED", tmp_path / "none.json")
+    monkeypatch.setattr(proven, "CACHE", tmp_path / "none.json")
+    model = twin(model_type, kind=kind, dtype=torch.float32)
+    with pytest.raises(RefusedError, match=f"lindos prove --type {model_type} --kind {kind} --tp 2"):
+        proven.check(model, rules_of(model, 2), {}, {"tp": 2})
+
+
 class Scaled(torch.nn.Linear):
     """A product with more to it, under the name and shape of a plain one."""
 
